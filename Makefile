@@ -1,0 +1,32 @@
+# Every target works in a fresh clone; paths stay relative, so the checkout's own path may hold spaces.
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test lint format clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' Makefile
+
+venv:  ## make .venv, or bring it up to date
+	@tools/setup.sh
+
+demo: venv  ## run the out-of-memory probe on this machine's CPU, to a printed verdict
+	.venv/bin/orch run experiments/oom_probe.yaml --host local --profile cpu
+
+test:  ## run the whole suite, the supervisor's tests on Python 3.8 too
+	@tools/setup.sh openssh-server
+	@tools/supervisor-tests.sh
+	.venv/bin/python -m pytest
+
+lint: venv  ## check style, format, types and import layering
+	.venv/bin/python -m ruff check
+	.venv/bin/python -m ruff format --check
+	.venv/bin/python -m mypy
+	PYTHONPATH=payloads .venv/bin/lint-imports
+
+format: venv  ## rewrite the sources in the project's format
+	.venv/bin/python -m ruff check --fix
+	.venv/bin/python -m ruff format
+
+clean:  ## remove .venv and the tools' caches; runs and their logs in .orch stay
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis dist build
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
