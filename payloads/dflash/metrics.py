@@ -1,0 +1,53 @@
+"""What a forward reports beside its loss: sums and counts that add up over rows and ranks, and their means.
+
+`accuracy` is the share of valid slots whose argmax is the label; `avg_streak` the mean over blocks of the
+length of the matching prefix of slots 1 … B − 1. The bonus token is not counted (acceptance length as
+published is the streak plus 1), and a slot that is not valid ends the prefix. The `teacher_` figures compare
+with the teacher's argmax instead, because labels of foreign or sampled text mislead; without a teacher they
+are absent.
+
+Shape letters: N blocks, B slots of a block, R valid slots.
+"""
+
+import torch
+from torch import Tensor
+
+from dflash.blocks import Blocks
+from dflash.loss import RowScores
+
+Metrics = dict[str, Tensor]
+
+
+def summarize(
+    blocks: Blocks, scores: RowScores, labels_R: Tensor, *, loss_sum: Tensor, weight_sum: Tensor
+) -> Metrics:
+    """Return the metrics of one row as scalars on the device: counts int64, the rest float32 or wider.
+
+    `loss_sum / weight_sum` is the loss. A mean over nothing is 0.
+    """
+    device = labels_R.device
+    metrics = {
+        "loss_sum": loss_sum.detach(),
+        "weight_sum": weight_sum,
+        "valid_slots": torch.tensor(len(labels_R), device=device),
+        "blocks": torch.tensor(blocks.count, device=device),
+        "rows_without_loss": torch.tensor(int(not blocks.has_loss), device=device),
+    }
+    metrics |= _agreement(blocks, scores.predicted_R == labels_R, prefix="")
+    if scores.taught_R is not None:
+        metrics |= _agreement(blocks, scores.predicted_R == scores.taught_R, prefix="teacher_")
+    return metrics
+
+
+def _agreement(blocks: Blocks, hits_R: Tensor, *, prefix: str) -> Metrics:
+    hits_T = hits_R.new_zeros(blocks.count * blocks.block_size)
+    hits_T[blocks.slots_R.to(hits_R.device)] = hits_R
+    hits_NB = hits_T.view(-1, blocks.block_size)
+    correct_slots = hits_R.sum()
+    streak_sum = hits_NB[:, 1:].long().cumprod(dim=1).sum()
+    return {
+        f"{prefix}accuracy": correct_slots.float() / max(1, len(hits_R)),
+        f"{prefix}avg_streak": streak_sum.float() / max(1, blocks.count),
+        f"{prefix}correct_slots": correct_slots,
+        f"{prefix}streak_sum": streak_sum,
+    }
