@@ -1,0 +1,117 @@
+"""Starts a run's supervisor so that nothing of the channel that started it is left: no session, no
+descriptor.
+
+Double fork and setsid; standard input and output on /dev/null, standard error in ``supervisor.log``. The
+parent returns when the first record is written, or with the reason why it could not be.
+"""
+
+import json
+import os
+import select
+import sys
+import time
+from typing import Any, Dict, Sequence
+
+from . import processes
+from .job import Job
+from .records import RecordWriter
+from .rundir import RunDir
+from .store import Entry
+
+READY_TIMEOUT_S = 30.0
+
+
+class StartFailed(Exception):
+    """The supervisor ended before it was ready; the message says why."""
+
+
+def start(
+    run: RunDir, job: Dict[str, Any], entries: Sequence[Entry], lock_fd: int, secrets: Dict[str, str]
+) -> None:
+    """Starts the supervisor, which keeps ``lock_fd`` and ``secrets``; returns once it is ready.
+
+    Raises:
+        StartFailed: it did not come up.
+    """
+    ready_read, ready_write = os.pipe()
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        os.close(ready_read)
+        _become_supervisor(run, job, entries, lock_fd, secrets, ready_write)
+    os.close(ready_write)
+    os.close(lock_fd)
+    os.waitpid(child, 0)
+    with os.fdopen(ready_read, "rb") as file:
+        is_ready, _, _ = select.select([file], [], [], READY_TIMEOUT_S)
+        answer = file.read() if is_ready else b""
+    if not answer:
+        raise StartFailed("the supervisor did not come up; see %s/supervisor.log" % run.path)
+    reply = json.loads(answer)
+    if "error" in reply:
+        raise StartFailed(reply["error"])
+
+
+def _become_supervisor(
+    run: RunDir,
+    job: Dict[str, Any],
+    entries: Sequence[Entry],
+    lock_fd: int,
+    secrets: Dict[str, str],
+    ready_fd: int,
+) -> None:
+    """Never returns: every path out of here ends the process."""
+    code = 1
+    try:
+        os.setsid()
+        if os.fork():
+            os._exit(0)
+        _leave_the_channel(run, {lock_fd, ready_fd})
+        _supervise(run, job, entries, secrets, ready_fd)
+        code = 0
+    except BaseException:  # noqa: BLE001  (nothing may return into the channel's code)
+        import traceback  # noqa: PLC0415
+
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _leave_the_channel(run: RunDir, keep: "set[int]") -> None:
+    null = os.open(os.devnull, os.O_RDWR)
+    log = os.open(os.path.join(run.path, "supervisor.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for source, target in ((null, 0), (null, 1), (log, 2)):
+        os.dup2(source, target)
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) not in keep:
+            try:
+                os.close(int(name))
+            except OSError:
+                pass  # the listing's own descriptor
+    os.chdir(run.path)
+    sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115  (it lives as long as we do)
+
+
+def _supervise(
+    run: RunDir, job: Dict[str, Any], entries: Sequence[Entry], secrets: Dict[str, str], ready_fd: int
+) -> None:
+    me = processes.identity(os.getpid())
+    try:
+        size = sum(entry[2] for entry in entries)
+        bundle = {"id": job["bundle"], "files": len(entries), "bytes": size}
+        writer = RecordWriter(run.records, job["run_id"], {"job": job, "bundle": bundle})
+        reaps = processes.become_subreaper()
+        writer.write(
+            "start", identity=me, python=sys.version.split()[0], executable=sys.executable, subreaper=reaps
+        )
+        run.write_state({"state": "running", "identity": me, "t": time.time()})
+        control_fd = run.open_control()
+    except Exception as error:
+        os.write(ready_fd, json.dumps({"error": "%s: %s" % (type(error).__name__, error)}).encode("utf-8"))
+        raise
+    os.write(ready_fd, json.dumps({"identity": me}).encode("utf-8"))
+    os.close(ready_fd)
+    try:
+        Job(job, entries, run.path, writer, control_fd, secrets).run()
+    finally:
+        run.write_state({"state": "ended", "identity": me, "t": time.time()})

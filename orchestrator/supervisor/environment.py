@@ -1,0 +1,141 @@
+"""The environment a payload gets: a stated base, what the run asked for, and what this host decides (pure).
+
+Nothing of the supervisor's own environment reaches the payload but `BASE_VARIABLES`. The run's own variables
+win over the defaults; those that carry the run's provenance cannot be overridden (the controller refuses them
+as input).
+"""
+
+import hashlib
+import json
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence
+
+from .gpus import Card
+
+BASE_VARIABLES = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TZ", "TMPDIR")
+DEFAULTS = {
+    "CUDA_MODULE_LOADING": "LAZY",
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+    "PYTHONUNBUFFERED": "1",
+    "PYTHONFAULTHANDLER": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",  # a bundle's tree stays what it was
+}
+_MIB = 1024 * 1024
+
+
+def build(
+    job: Mapping[str, Any],
+    base: Mapping[str, str],
+    code_dir: str,
+    events: str,
+    cards: Sequence[Card],
+    secrets: Mapping[str, str],
+) -> Dict[str, str]:
+    """Returns the payload's whole environment; ``secrets`` are the variables that no record may show.
+
+    ``events`` is the events descriptor as ``number:inode``: in a process that did not inherit it the number
+    may be another file, which the inode tells.
+    ``CUDA_VISIBLE_DEVICES`` is always set, to UUIDs or to nothing: a run without devices sees no card.
+    """
+    env = {name: base[name] for name in BASE_VARIABLES if name in base}
+    env.update(DEFAULTS)
+    env.update(job["env"])
+    env.update(secrets)
+    if job.get("alloc_conf"):
+        env["PYTORCH_CUDA_ALLOC_CONF"] = job["alloc_conf"]
+    env["CUDA_VISIBLE_DEVICES"] = ",".join(card.uuid for card in cards)
+    env["PYTHONPATH"] = code_dir
+    env["ORCH_RUN_ID"] = job["run_id"]
+    env["ORCH_EVENTS_FD"] = events
+    return env
+
+
+def digest(env: Mapping[str, str]) -> str:
+    """Returns a SHA-256 over names and values; of a masked environment it says nothing of the secrets."""
+    return hashlib.sha256(json.dumps(sorted(env.items())).encode("utf-8")).hexdigest()
+
+
+def differences(
+    asked: Mapping[str, str], got: Mapping[str, Optional[str]], names: Iterable[str]
+) -> List[str]:
+    """Returns a sentence for each of ``names`` whose value is not the one asked for."""
+    return [
+        "%s: asked for %r, the process has %r" % (name, asked.get(name), got.get(name))
+        for name in names
+        if asked.get(name) != got.get(name)
+    ]
+
+
+def mismatches(asked: Mapping[str, str], facts: Mapping[str, Any]) -> List[str]:
+    """Returns what the process reported from inside that is not what was asked for."""
+    found: List[str] = []
+    inside = facts.get("environment")
+    if isinstance(inside, dict):
+        found += differences(asked, inside, inside)
+    if "allocator" in facts:
+        found += _allocator(asked.get("PYTORCH_CUDA_ALLOC_CONF", ""), facts)
+    devices = facts.get("devices")
+    if isinstance(devices, list):
+        found += _devices(asked.get("CUDA_VISIBLE_DEVICES", ""), devices)
+    return found
+
+
+def _devices(asked: str, seen: List[Any]) -> List[str]:
+    expected = [uuid for uuid in asked.split(",") if uuid]
+    got = [str(device.get("uuid")) for device in seen if isinstance(device, dict)]
+    if len(expected) == len(got) and all(uuid in (wanted, "None") for wanted, uuid in zip(expected, got)):
+        return []  # torch before 2.4 tells no UUID: the count has to do
+    return ["devices: asked for %s, the process sees %s" % (expected, got)]
+
+
+def _allocator(asked: str, facts: Mapping[str, Any]) -> List[str]:
+    """Compares each key where torch shows it, and for the others the text that torch parsed."""
+    shown = facts.get("allocator_settings")
+    settings: Mapping[str, Any] = shown if isinstance(shown, dict) else {}
+    found = []
+    effective: Any
+    wanted: Any
+    for key, text in parse(asked).items():
+        if key == "backend":
+            effective, wanted = facts["allocator"], text
+        elif key == "max_split_size_mb" and "max_split_size" in settings:
+            effective, wanted = settings["max_split_size"], int(text) * _MIB
+        elif key in settings and not isinstance(settings[key], dict):
+            effective, wanted = settings[key], _value(text)
+        elif "PYTORCH_CUDA_ALLOC_CONF" in settings:
+            effective, wanted = settings["PYTORCH_CUDA_ALLOC_CONF"], asked
+        else:
+            continue
+        if not _same(effective, wanted):
+            found.append("allocator %s: asked for %s, in effect is %s" % (key, text, effective))
+    return found
+
+
+def _same(effective: Any, wanted: Any) -> bool:
+    if isinstance(effective, float) or isinstance(wanted, float):
+        return abs(float(effective) - float(wanted)) < 1e-6
+    return bool(effective == wanted)
+
+
+def parse(alloc_conf: str) -> Dict[str, str]:
+    """Returns ``key:value`` pairs; values in brackets keep their commas."""
+    pairs: Dict[str, str] = {}
+    depth, part = 0, ""
+    for character in alloc_conf + ",":
+        depth += (character == "[") - (character == "]")
+        if character == "," and depth == 0:
+            key, colon, value = part.partition(":")
+            if colon:
+                pairs[key.strip()] = value.strip()
+            part = ""
+        else:
+            part += character
+    return pairs
+
+
+def _value(text: str) -> Any:
+    if text in ("True", "False"):
+        return text == "True"
+    try:
+        return float(text) if "." in text else int(text)
+    except ValueError:
+        return text

@@ -1,0 +1,185 @@
+"""Runs a payload's module and reports, from inside its process, what it really got.
+
+``python instrument.py MODULE [ARGUMENT…]`` behaves like ``python -m MODULE [ARGUMENT…]`` and writes JSON
+lines to the descriptor named by ``ORCH_EVENTS_FD``: Python and environment at once, torch's version when
+torch has been imported, the allocator's settings and the visible cards when CUDA has been initialised, the
+exception that ended the module, peak memory at the end. It never imports torch by itself and never fails the
+payload.
+"""
+
+import sys
+
+del sys.path[0]  # this file's folder is not the payload's business
+
+import atexit  # noqa: E402
+import importlib.abc  # noqa: E402
+import importlib.util  # noqa: E402
+import json  # noqa: E402
+import os  # noqa: E402
+import runpy  # noqa: E402
+import stat  # noqa: E402
+from typing import Any, Callable, Dict, List, Optional  # noqa: E402
+
+EVENTS_FD_VARIABLE = "ORCH_EVENTS_FD"
+REPORTED_VARIABLES = (
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_ALLOC_CONF",
+    "CUDA_MODULE_LOADING",
+    "CUDA_DEVICE_ORDER",
+    "CUDA_VISIBLE_DEVICES",
+    "PYTHONUNBUFFERED",
+    "PYTHONFAULTHANDLER",
+    "PYTHONPATH",
+)
+MAX_MESSAGE_CHARACTERS = 4096  # at most 12 bytes each as JSON: one event stays below 64 KiB
+
+
+def events_fd() -> Optional[int]:
+    """Returns the events descriptor, or None in a process that did not inherit it."""
+    number, _, inode = os.environ.get(EVENTS_FD_VARIABLE, "").partition(":")
+    try:
+        found = os.fstat(int(number))
+    except (ValueError, OSError):
+        return None
+    return int(number) if stat.S_ISFIFO(found.st_mode) and str(found.st_ino) == inode else None
+
+
+def report(kind: str, **fields: Any) -> None:
+    """Writes one event; a reader that has gone is no reason to stop."""
+    fd = events_fd()
+    if fd is not None:
+        try:
+            os.write(fd, json.dumps(dict(fields, kind=kind), default=str).encode("ascii") + b"\n")
+        except OSError:
+            pass
+
+
+class TorchWatcher(importlib.abc.MetaPathFinder):
+    """Sees torch being imported and calls `on_torch` right after, without changing how it is found.
+
+    Looking for torch without importing it, as libraries do, changes nothing: the watch goes on.
+    """
+
+    def __init__(self) -> None:
+        self._is_looking = False
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:  # noqa: ARG002
+        """Returns torch's own spec with a loader that tells us; nothing for other modules."""
+        if fullname != "torch" or self._is_looking:
+            return None
+        self._is_looking = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._is_looking = False
+        if spec is not None and spec.loader is not None:
+            run_module = spec.loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                run_module(module)
+                sys.meta_path.remove(self)
+                on_torch(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def on_torch(torch: Any) -> None:
+    """Reports the version now, and allocator and cards as soon as CUDA is initialised."""
+    report("facts", torch=str(torch.__version__), cuda=str(torch.version.cuda))
+    _try("watch CUDA", lambda: torch.cuda._lazy_call(lambda: report_cuda(torch)))  # noqa: SLF001
+
+
+def report_cuda(torch: Any) -> None:
+    """Reports which cards this process sees and what the allocator took, each as far as it can be read."""
+
+    def devices() -> None:
+        count = torch.cuda.device_count()
+        report("facts", devices=[_device(torch, index) for index in range(count)])
+
+    def allocator() -> None:
+        backend = torch.cuda.get_allocator_backend()
+        settings: Dict[str, Any] = {}
+        if backend == "native":  # the other one has no snapshot
+            settings = torch.cuda.memory._snapshot().get("allocator_settings", {})  # noqa: SLF001
+        report("facts", allocator=backend, allocator_settings=settings)
+
+    _try("read the cards", devices)
+    _try("read the allocator", allocator)
+
+
+def _try(what: str, action: Callable[[], object]) -> None:
+    """What cannot be told is said; the payload goes on."""
+    try:
+        action()
+    except Exception as error:  # noqa: BLE001
+        report("facts", instrument_error="cannot %s: %s: %s" % (what, type(error).__name__, error))
+
+
+def report_peak() -> None:
+    """Reports peak memory on every card that this process used."""
+    torch = sys.modules.get("torch")
+
+    def peaks() -> None:
+        if torch is None or not torch.cuda.is_initialized():
+            return
+        found: List[Dict[str, Any]] = [
+            {
+                "index": index,
+                "allocated_bytes": torch.cuda.max_memory_allocated(index),
+                "reserved_bytes": torch.cuda.max_memory_reserved(index),
+            }
+            for index in range(torch.cuda.device_count())
+        ]
+        report("facts", peak_memory=[peak for peak in found if peak["reserved_bytes"]])
+
+    _try("read peak memory", peaks)
+
+
+def report_exception(error: BaseException) -> None:
+    """Reports the exception that ends the module; SystemExit is an exit code, not a failure of its own."""
+    kind = type(error)
+    fields: Dict[str, Any] = {"type": "%s.%s" % (kind.__module__, kind.__qualname__)}
+    try:
+        fields["message"] = str(error)[:MAX_MESSAGE_CHARACTERS]
+    except Exception:  # noqa: BLE001  (a broken __str__ is the payload's)
+        fields["message"] = "an exception whose text cannot be made"
+    if isinstance(error, ModuleNotFoundError):
+        fields["missing_module"] = error.name
+    report("exception", **fields)
+
+
+def main(arguments: List[str]) -> None:
+    """Runs ``arguments[0]`` as ``__main__``."""
+    report(
+        "facts",
+        python=sys.version.split()[0],
+        executable=sys.executable,
+        environment={name: os.environ.get(name) for name in REPORTED_VARIABLES},
+    )
+    sys.meta_path.insert(0, TorchWatcher())
+    atexit.register(report_peak)
+    sys.argv = arguments
+    sys.path.insert(0, os.getcwd())
+    try:
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        report_exception(error)
+        raise
+
+
+def _device(torch: Any, index: int) -> Dict[str, Any]:
+    properties = torch.cuda.get_device_properties(index)
+    uuid: Optional[Any] = getattr(properties, "uuid", None)
+    return {
+        "index": index,
+        "name": properties.name,
+        "uuid": None if uuid is None else "GPU-%s" % str(uuid).replace("GPU-", ""),
+        "total_bytes": properties.total_memory,
+    }
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

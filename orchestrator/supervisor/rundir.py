@@ -1,0 +1,140 @@
+"""A run's folder on its host: who may start the run in it, whether it is alive, how it is told to stop.
+
+``runs/<run-id>/`` holds job.json, params.json, state.json, lock, control (a named pipe), code/, records/,
+artifacts/ and supervisor.log. The supervisor holds ``lock`` from before its first record until its last:
+held means alive. The first record is the point of no return: a folder with records is never started in
+again, whoever asks.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import time
+from typing import Any, Dict, Optional
+
+from .locks import is_held
+from .records import segment_name
+
+CLAIM_TRIES = 20
+CLAIM_PAUSE_S = 0.05
+
+
+class RunDir:
+    """The folder of run ``run_id`` below ``root``; nothing is made before `claim`."""
+
+    def __init__(self, root: str, run_id: str) -> None:
+        if not run_id or run_id != os.path.basename(run_id) or run_id.startswith("."):
+            raise ValueError("not a run id: %r" % run_id)
+        self.path = os.path.join(root, "runs", run_id)
+        self.records = os.path.join(self.path, "records")
+        self.lock = os.path.join(self.path, "lock")
+        self.code = os.path.join(self.path, "code")
+
+    @property
+    def exists(self) -> bool:
+        """Somebody has claimed this run, at some time."""
+        return os.path.isdir(self.path)
+
+    @property
+    def has_started(self) -> bool:
+        """The run's first segment is there."""
+        return os.path.exists(os.path.join(self.records, segment_name(0)))
+
+    @property
+    def is_alive(self) -> bool:
+        """A supervisor holds the lock. Looking takes it shared for an instant, which `claim` allows for."""
+        return is_held(self.lock)
+
+    def claim(self, job: Dict[str, Any]) -> Optional[int]:
+        """Takes the run's lock to start it; returns its descriptor, or None when it has been started before.
+
+        Raises:
+            FileExistsError: another job was claimed under this id.
+            OSError: the folder cannot be made.
+        """
+        for folder in (
+            os.path.dirname(self.path),
+            self.path,
+            self.records,
+            os.path.join(self.path, "artifacts"),
+        ):
+            os.makedirs(folder, mode=0o700, exist_ok=True)
+        fd = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            for _ in range(CLAIM_TRIES):
+                if self.has_started:
+                    break
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    time.sleep(CLAIM_PAUSE_S)
+                    continue
+                if self.has_started:
+                    break
+                self._prepare(job)
+                return fd
+            if self._job() != job:
+                raise FileExistsError(errno.EEXIST, "another job has this run id", self.path)
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+        return None
+
+    def open_control(self) -> int:
+        """Returns the control pipe's reading end; it stays open for writers to come and go."""
+        return os.open(self._control, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def request_stop(self, grace_s: Optional[float]) -> bool:
+        """Asks the supervisor to stop the run; tells whether one was there to be asked."""
+        if not self.is_alive:
+            return False
+        try:
+            fd = os.open(self._control, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno in (errno.ENXIO, errno.ENOENT):
+                return False
+            raise
+        try:
+            os.write(fd, json.dumps({"stop": {"grace_s": grace_s}}).encode("ascii") + b"\n")
+        finally:
+            os.close(fd)
+        return True
+
+    def write_state(self, state: Dict[str, Any]) -> None:
+        """Replaces state.json whole."""
+        _replace(os.path.join(self.path, "state.json"), state)
+
+    @property
+    def _control(self) -> str:
+        return os.path.join(self.path, "control")
+
+    def _job(self) -> Any:
+        return _load(os.path.join(self.path, "job.json"))
+
+    def _prepare(self, job: Dict[str, Any]) -> None:
+        known = self._job()
+        if known is not None and known != job:
+            raise FileExistsError(errno.EEXIST, "another job has this run id", self.path)
+        _replace(os.path.join(self.path, "job.json"), job)
+        try:
+            os.mkfifo(self._control, 0o600)
+        except FileExistsError:
+            pass  # an earlier attempt came this far
+
+
+def _load(path: str) -> Any:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return json.load(file)
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def _replace(path: str, value: Any) -> None:
+    with open(path + ".new", "w", encoding="utf-8") as file:
+        json.dump(value, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(path + ".new", path)
