@@ -1,0 +1,203 @@
+"""Single fields of the YAML files as checked values: variables, a module, devices, a duration (stdlib only).
+
+Knows which values are acceptable, not where they stand: a refusal is a `UsageError` that reads on after the
+field's name, which the caller puts before it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from orchestrator.errors import UsageError
+from orchestrator.text import did_you_mean, quoted
+
+__all__ = [
+    "Secret",
+    "check_module",
+    "check_variable",
+    "parse_device",
+    "parse_devices",
+    "parse_duration",
+    "parse_variable",
+]
+
+MIN_SECRET_BYTES = 8  # shorter ones stand in any log by chance
+MAX_SECRET_BYTES = 16 * 1024
+
+_MAX_VARIABLE_BYTES = 128 * 1024  # the kernel's limit for one NAME=value string of execve
+_LONGEST_S = 2**31 - 1
+
+_RESERVED = {
+    "PYTORCH_CUDA_ALLOC_CONF": "use alloc_conf:",
+    "PYTORCH_ALLOC_CONF": "use alloc_conf:",
+    "CUDA_VISIBLE_DEVICES": "use devices:",
+    "NVIDIA_VISIBLE_DEVICES": "use devices:",
+    "PYTHONPATH": "it is the run's bundle; put the code into the payload",
+}
+
+_HEX_UUID = r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Secret:
+    """A variable whose value is that of ``from_env`` here when a run starts; ``where`` it is asked for."""
+
+    name: str
+    from_env: str
+    where: str
+
+    def read(self, environ: Mapping[str, str]) -> str:
+        """Returns the value.
+
+        Raises:
+            UsageError: there is none, or one that could not be masked in a log.
+        """
+        try:
+            return _check_secret(environ.get(self.from_env))
+        except UsageError as error:
+            text = f"the secret {self.from_env} {error}; set it where you call orch"
+            raise UsageError(f"{self.where}: env.{self.name}: {text}") from None
+
+
+def check_module(module: str, *, payload: str) -> str:
+    """Returns the dotted module that ``python -m`` will run, which lies in the payload's own package.
+
+    Raises:
+        UsageError: not a dotted name, or of another package than ``payload``.
+    """
+    parts = module.split(".")
+    if not all(part.isascii() and part.isidentifier() for part in parts):
+        dotted = re.sub(r"\.py$", "", module).replace("/", ".")
+        hint = f"; write {dotted!r}" if "/" in module and dotted.replace(".", "").isidentifier() else ""
+        raise UsageError(f"{quoted(module)} is no dotted module name{hint}")
+    if parts[0] != payload:
+        raise UsageError(
+            f"{quoted(module)} is not in the payload {payload!r}: its name must begin with '{payload}.'"
+        )
+    return module
+
+
+def check_variable(name: str, value: object) -> str:
+    """Returns the value of an environment variable; no message shows it, since it may be a secret.
+
+    Raises:
+        UsageError: a name that is none or reserved, a value that is no text or that no process can get.
+    """
+    _check_variable_name(name)
+    if isinstance(value, bool):
+        text = str(value).lower()
+        raise UsageError(f"is a boolean, a variable is text: quote it as '{text}' or '{int(value)}'")
+    if not isinstance(value, str):
+        raise UsageError("must be text: put its value in quotes")
+    if "\0" in value:
+        raise UsageError("holds a NUL character, which no environment can carry")
+    try:
+        size_bytes = len(f"{name}={value}".encode()) + 1
+    except UnicodeEncodeError:
+        raise UsageError("holds a lone surrogate, which is no text") from None
+    if size_bytes > _MAX_VARIABLE_BYTES:
+        raise UsageError(f"is longer than the {_MAX_VARIABLE_BYTES // 1024} KiB that one variable may have")
+    return value
+
+
+def parse_variable(name: str, value: object, *, where: str) -> str | Secret:
+    """Returns a variable's text, or the `Secret` that ``{secret: true, from_env: NAME}`` asks for.
+
+    Raises:
+        UsageError: as `check_variable`, or a mapping of another form.
+    """
+    if not isinstance(value, Mapping):
+        return check_variable(name, value)
+    _check_variable_name(name)
+    for key in value:
+        if key not in ("secret", "from_env"):
+            hint = did_you_mean(key, ("secret", "from_env"))
+            raise UsageError(f"unknown key {quoted(key)}; a secret is {{secret: true, from_env: NAME}}{hint}")
+    from_env = value.get("from_env")
+    if value.get("secret") is not True or not isinstance(from_env, str):
+        raise UsageError("must be text, or a secret such as {secret: true, from_env: NAME}")
+    if not re.fullmatch(r"[A-Z_][A-Z0-9_]*", from_env):  # capitals alone: a token is hardly ever that
+        raise UsageError("from_env must be a variable's name in capitals, never the value itself")
+    return Secret(name=name, from_env=from_env, where=where)
+
+
+def parse_device(value: object) -> str:
+    """Returns one device as an index ("5") or as a card's UUID.
+
+    Raises:
+        UsageError: anything else; ``cuda:5`` counts inside a process and names no card.
+    """
+    text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    if isinstance(text, str):
+        if re.fullmatch(r"0|[1-9][0-9]{0,3}", text) or re.fullmatch(f"GPU-{_HEX_UUID}", text):
+            return text
+        if index := re.fullmatch(r"(?:cuda:|/dev/nvidia)([0-9]{1,4})", text):
+            raise UsageError(f"{text!r} is no device of a host; write {index[1]}")
+        if text.startswith("MIG-"):
+            raise UsageError("MIG instances cannot be chosen yet; use a card's index or UUID")
+    raise UsageError(f"{quoted(value)} is no device: use an index such as 5, or a UUID such as GPU-…")
+
+
+def parse_devices(value: object) -> tuple[str, ...]:
+    """Returns the devices of ``"none"`` (no device) or of a list, in its order.
+
+    Raises:
+        UsageError: neither, an empty list, or one device twice.
+    """
+    if value == "none":
+        return ()
+    if not isinstance(value, list) or not value:
+        hint = f", for example [{value}]" if isinstance(value, int) and not isinstance(value, bool) else ""
+        raise UsageError(f"must be 'none' or a list of indexes or UUIDs{hint}")
+    devices = tuple(map(parse_device, value))
+    for position, device in enumerate(devices):
+        if device in devices[:position]:
+            raise UsageError(f"{device} is listed twice")
+    return devices
+
+
+def parse_duration(value: object) -> float:
+    """Returns seconds from a number or from text such as "90s", "1.5m", "2h", "1d".
+
+    Raises:
+        UsageError: anything else, or not more than zero.
+    """
+    seconds = math.nan
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        seconds = float(value) if abs(value) < _LONGEST_S else math.nan
+    elif isinstance(value, str) and (
+        match := re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?([smhd]?)", value)
+    ):
+        seconds = float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+    if not seconds > 0:
+        raise UsageError(
+            f"{quoted(value)} is no duration: use seconds, or text such as 90s, 10m, 2h (more than 0)"
+        )
+    return seconds
+
+
+def _check_secret(value: str | None) -> str:
+    if value is None:
+        raise UsageError("is not in this environment")
+    try:
+        size_bytes = len(value.encode())
+    except UnicodeEncodeError:
+        raise UsageError("is not UTF-8") from None
+    if not MIN_SECRET_BYTES <= size_bytes <= MAX_SECRET_BYTES:
+        limits = f"{MIN_SECRET_BYTES} to {MAX_SECRET_BYTES} bytes"
+        raise UsageError(f"has {size_bytes} bytes, and only values of {limits} can be kept out of a log")
+    if not value.isprintable():
+        raise UsageError("holds a line break or another control character, as no token does")
+    return value
+
+
+def _check_variable_name(name: str) -> None:
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        raise UsageError("is no name for an environment variable: use letters, digits and '_'")
+    if name in _RESERVED:
+        raise UsageError(f"is set by orch: {_RESERVED[name]}")
+    if name.startswith("ORCH_"):
+        raise UsageError("is reserved: names that begin with ORCH_ carry the run's identity")

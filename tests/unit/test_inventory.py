@@ -1,0 +1,221 @@
+"""inventory.yaml: where it is found, what a host may be called and how it is reached."""
+
+import base64
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.errors import ConfigError, UnknownName, UsageError
+from orchestrator.fields import Secret
+from orchestrator.inventory import Host, find_inventory, load_inventory
+
+ED25519 = "ssh-ed25519 " + base64.b64encode(b"\0\0\0\x0bssh-ed25519\0\0\0 " + bytes(range(32))).decode()
+
+
+def _write(folder: Path, hosts: dict[str, Any]) -> Path:
+    path = folder / "inventory.yaml"
+    path.write_text(json.dumps({"hosts": hosts}))
+    return path
+
+
+def _host(folder: Path, **entry: Any) -> Host:
+    return load_inventory(_write(folder, {"h": {"transport": "ssh", **entry}})).host("h")
+
+
+def test_a_local_host_needs_nothing_but_its_transport(tmp_path: Path) -> None:
+    host = load_inventory(_write(tmp_path, {"local": {"transport": "local"}})).host("local")
+    assert host == Host(name="local", transport="local", address="local", python=sys.executable)
+    assert host.root == "~/.orch"
+
+
+def test_every_field_of_an_ssh_host_arrives(tmp_path: Path, home: Path) -> None:
+    host = _host(
+        tmp_path,
+        address="192.0.2.10",
+        port=10638,
+        user="root",
+        identity="~/.ssh/id_ed25519",
+        host_key=ED25519,
+        python="/opt/my env/bin/python",
+        root="/work space/.orch",
+        env={"HF_HOME": "/models"},
+    )
+    assert host == Host(
+        name="h",
+        transport="ssh",
+        address="192.0.2.10",
+        port=10638,
+        user="root",
+        identity=home / ".ssh/id_ed25519",
+        host_key=ED25519,
+        python="/opt/my env/bin/python",
+        root="/work space/.orch",
+        env={"HF_HOME": "/models"},
+    )
+
+
+def test_ssh_config_decides_what_is_left_out(tmp_path: Path) -> None:
+    assert _host(tmp_path) == Host(name="h", transport="ssh", address="h", python="python3")
+
+
+def test_a_relative_identity_lies_beside_the_inventory(tmp_path: Path) -> None:
+    assert _host(tmp_path, identity="keys/a b").identity == tmp_path / "keys/a b"
+
+
+def test_the_home_in_root_is_left_to_the_host(tmp_path: Path) -> None:
+    assert _host(tmp_path, root="~/x").root == "~/x"
+
+
+@pytest.mark.parametrize(
+    "python", ["python3.12", "/opt/my env/bin/python", "~/venv/bin/python", "~/my python"]
+)
+def test_an_interpreter_is_a_name_on_path_or_a_path_from_root_or_home(tmp_path: Path, python: str) -> None:
+    assert _host(tmp_path, python=python).python == python
+
+
+def test_a_host_printed_by_accident_shows_no_environment(tmp_path: Path) -> None:
+    assert "s3cret" not in repr(_host(tmp_path, env={"TOKEN": "s3cret"}))
+
+
+def test_hosts_are_values(tmp_path: Path) -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        _host(tmp_path).port = 1  # type: ignore[misc]  # that is the point
+
+
+@pytest.mark.parametrize(
+    "address", ["host", "a-b.example.org", "10.0.0.1", "::1", "fe80::1%eth0", "my_alias"]
+)
+def test_what_ssh_takes_as_a_host_is_accepted(tmp_path: Path, address: str) -> None:
+    assert _host(tmp_path, address=address).address == address
+
+
+AWKWARD = [
+    "",
+    " ",
+    "-oProxyCommand=x",
+    "--",
+    "a\nb",
+    "a\rb",
+    "a\0b",
+    "a\x1b[2J",
+    "a\x9bb",
+    "a\u202eb",
+    " a",
+    "a ",
+]
+NO_SPACES = [*AWKWARD, "a b", "a'b", 'a"b', "a;b", "$(a)", "a`b`", "a|b", "ä"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("address", text) for text in (*NO_SPACES, "root@host", "host:22", "a/b", "[::1]")),
+        pytest.param("address", "a" * 300, id="address-too long"),
+        *(("user", text) for text in (*NO_SPACES, "a/b", "a:b")),
+        *(("python", text) for text in (*AWKWARD, "venv/bin/python", "./python", "~other/bin/python")),
+        *(("identity", text) for text in (*AWKWARD, "~nobody-of-this-name/key")),
+        *(("root", text) for text in (*AWKWARD, "relative", "~", "~other/x", "/a/../b", "..", "/", "//")),
+        *(
+            ("host_key", text)
+            for text in (*AWKWARD, "ssh-ed25519", ED25519[:-20], f"{ED25519} comment", f"h {ED25519}")
+        ),
+        ("host_key", ED25519.replace("ssh-ed25519 ", "ssh-rsa ")),
+        ("host_key", "ssh-ed25519 " + "A" * 68),
+        *(("port", port) for port in (0, -1, 65536, 22.0, "22", True)),
+        *(
+            ("env", env)
+            for env in ({"A B": "x"}, {"A": True}, {"A": 1}, {"PYTHONPATH": "x"}, {"ORCH_X": "x"}, ["A=x"])
+        ),
+        *((key, 5) for key in ("address", "user", "python", "identity", "root", "host_key", "transport")),
+        ("transport", "shh"),
+        ("prot", 22),
+    ],
+)
+def test_a_field_that_cannot_be_meant_is_refused_at_its_line(tmp_path: Path, key: str, value: Any) -> None:
+    path = tmp_path / "inventory.yaml"
+    transport = "" if key == "transport" else "\n    transport: ssh"
+    path.write_text(f"hosts:\n  ok: {{transport: local}}\n  h: {transport}\n    {key}: {json.dumps(value)}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_inventory(path)
+    assert caught.value.line == len(path.read_text().splitlines())
+    assert key in str(caught.value)
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("entry", "hint"),
+    [
+        ({"address": "root@host"}, "user:"),
+        ({"address": "host:22"}, "port:"),
+        ({"prot": 22}, "did you mean 'port'"),
+        ({"transport": "shh"}, "transport: must be 'local' or 'ssh', not 'shh'; did you mean 'ssh'"),
+        ({"port": 65536}, "hosts.h.port: must be less than or equal to 65535$"),
+        ({"transport": 5}, "transport: must be 'local' or 'ssh', not a number"),
+        ({"python": "venv/bin/python"}, "python: 'venv/bin/python' must be a name on PATH, or begin with"),
+        (
+            {"env": {"PYTORCH_CUDA_ALLOC_CONF": "x"}},
+            "PYTORCH_CUDA_ALLOC_CONF: is set by orch: use alloc_conf:",
+        ),
+        ({"env": {"FLAG": True}}, "hosts.h.env.FLAG: is a boolean, a variable is text: quote it"),
+    ],
+)
+def test_the_message_says_what_to_write_instead(tmp_path: Path, entry: dict[str, Any], hint: str) -> None:
+    with pytest.raises(ConfigError, match=hint):
+        _host(tmp_path, **entry)
+
+
+@pytest.mark.parametrize("name", ["a b", "-a", "a\n", 'a"', "a'", "../a", "", ".a", "ä"])
+def test_a_name_that_is_no_name_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_inventory(_write(tmp_path, {name: {"transport": "local"}}))
+    assert f"hosts: {name!r} is no host name" in str(caught.value)
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("key", ["address", "port", "user", "identity", "host_key"])
+def test_a_local_host_has_no_connection(tmp_path: Path, key: str) -> None:
+    value = 22 if key == "port" else "x"
+    with pytest.raises(ConfigError, match=f"hosts.a.{key}: has no meaning"):
+        load_inventory(_write(tmp_path, {"a": {"transport": "local", key: value}}))
+
+
+def test_an_inventory_without_hosts_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="at least one host"):
+        load_inventory(_write(tmp_path, {}))
+
+
+def test_an_unknown_host_lists_the_known_ones(tmp_path: Path) -> None:
+    inventory = load_inventory(
+        _write(tmp_path, {"pve-200": {"transport": "ssh"}, "local": {"transport": "local"}})
+    )
+    with pytest.raises(
+        UnknownName, match=r"no host 'pve200'.*known are pve-200, local; did you mean 'pve-200'"
+    ):
+        inventory.host("pve200")
+
+
+def test_the_nearest_inventory_upward_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = tmp_path / 'it\'s a "project"\n' / "experiments"
+    inner.mkdir(parents=True)
+    outer = _write(tmp_path, {"a": {"transport": "local"}})
+    assert find_inventory(inner) == outer
+    nearer = _write(inner.parent, {"b": {"transport": "local"}})
+    (inner / "inventory.yaml").mkdir()
+    assert find_inventory(inner) == nearer
+    monkeypatch.chdir(inner)
+    assert list(load_inventory(find_inventory(Path())).hosts) == ["b"]
+
+
+def test_a_missing_inventory_says_where_it_was_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=f"no inventory.yaml in {tmp_path} or any folder above"):
+        find_inventory(tmp_path)
+
+
+def test_a_host_may_ask_for_a_secret(tmp_path: Path) -> None:
+    host = _host(tmp_path, env={"HF_TOKEN": {"secret": True, "from_env": "MY_TOKEN"}})
+    where = f"{tmp_path / 'inventory.yaml'}:1"
+    assert host.env == {"HF_TOKEN": Secret(name="HF_TOKEN", from_env="MY_TOKEN", where=where)}
