@@ -1,0 +1,421 @@
+"""What a run can be, what its records say happened, and what that means.
+
+::
+
+    CREATED ──→ STARTING ──→ RUNNING ──→ SUCCEEDED   the process ended with 0
+       │            │           ├──────→ FAILED      … with another code
+       │            │           ├──────→ KILLED      … by a signal
+       │            │           ├──────→ TIMEOUT     ended by the supervisor: its time was over
+       ├────────────┼───────────┼──────→ CANCELLED   ended by the supervisor: somebody asked for it
+       ├────────────┼───────────┴──────→ REFUSED     the host did not start it, or stopped it before any work
+       └────────────┴──────────────────→ LOST        nothing is known of it where it should be
+
+A controller that looks late may skip states forward, never go back. A terminal state stays, with one
+exception: LOST says that nothing was found, so what is found later corrects it. Network loss is no transition
+at all.
+
+A state is what the process did; a `Verdict` is what that means for the experiment (an out-of-memory run that
+was expected is FAILED and good). Everything here is a function of values; records come from a host and are
+believed only as far as their types go.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from orchestrator.errors import OrchError
+from orchestrator.experiment import Bounds, Expectation
+from orchestrator.text import did_you_mean
+
+Record = Mapping[str, Any]
+
+MOST_NOTES = 20
+
+
+class State(StrEnum):
+    """What a run is doing or did, as far as the controller knows; the values stand in the ledger."""
+
+    CREATED = "created"
+    STARTING = "starting"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    KILLED = "killed"
+    TIMEOUT = "timeout"
+    CANCELLED = "cancelled"
+    REFUSED = "refused"
+    LOST = "lost"
+
+
+_ACTIVE = frozenset({State.CREATED, State.STARTING, State.RUNNING})
+_ENDED = frozenset(State) - _ACTIVE - {State.LOST}
+
+TRANSITIONS: Mapping[State, frozenset[State]] = {
+    State.CREATED: frozenset({State.STARTING, State.RUNNING, State.LOST}) | _ENDED,
+    State.STARTING: frozenset({State.RUNNING, State.LOST}) | _ENDED,
+    State.RUNNING: frozenset({State.LOST}) | _ENDED,
+    State.LOST: frozenset({State.RUNNING}) | _ENDED,
+    **{state: frozenset() for state in _ENDED},
+}
+
+
+def is_terminal(state: State) -> bool:
+    """Nothing more is waited for."""
+    return state not in _ACTIVE
+
+
+def check_transition(old: State, new: State) -> None:
+    """Accepts a step that `TRANSITIONS` holds, and staying where one is.
+
+    Raises:
+        OrchError: any other step.
+    """
+    if new is not old and new not in TRANSITIONS[old]:
+        raise OrchError(f"a run that is {old} cannot become {new}; its first end stands")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    """A card as the process itself saw it; ``index`` counts inside the process."""
+
+    index: int
+    name: str
+    uuid: str
+    total_bytes: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Peak:
+    """The most memory that torch's allocator held on a card; ``index`` counts inside the process."""
+
+    index: int
+    allocated_bytes: int
+    reserved_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What a run's records say; None and empty where they say nothing.
+
+    ``end`` is the end record's outcome (exited, signalled, timeout, cancelled, refused, abandoned), None
+    while there is none. ``oom_kill`` is where the kernel killed for memory meanwhile: "cgroup" or "host".
+    ``metrics`` holds the last value of each name; one that is no number is NaN. ``survivors`` could not be
+    ended. ``unproven`` is what was asked for and never reported from inside. ``notes`` are oddities that
+    change no verdict, at most `MOST_NOTES`.
+    """
+
+    end: str | None = None
+    exit_code: int | None = None
+    signal: int | None = None
+    oom_kill: str | None = None
+    reason: str | None = None
+    exception_type: str | None = None
+    exception_message: str | None = None
+    missing_module: str | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    mismatches: tuple[str, ...] = ()
+    survivors: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    started_t: float | None = None
+    ended_t: float | None = None
+    pid: int | None = None
+    python: str | None = None
+    torch: str | None = None
+    allocator: str | None = None
+    allocator_settings: Mapping[str, Any] | None = None
+    devices: tuple[Device, ...] = ()
+    is_end_sealed: bool = True
+    unproven: tuple[str, ...] = ()
+    peak_rss_bytes: int | None = None
+    peak_memory: tuple[Peak, ...] = ()
+
+    @property
+    def state(self) -> State:
+        """The terminal state that the records prove; LOST when they hold no end, or none that is sealed."""
+        if not self.is_end_sealed:
+            return State.LOST
+        if self.end == "exited":
+            return State.SUCCEEDED if self.exit_code == 0 else State.FAILED
+        return _STATE_OF_END.get(self.end or "", State.LOST)
+
+
+_STATE_OF_END: Mapping[str, State] = {
+    "signalled": State.KILLED,
+    "timeout": State.TIMEOUT,
+    "cancelled": State.CANCELLED,
+    "refused": State.REFUSED,
+    "abandoned": State.KILLED,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What an outcome means for its experiment.
+
+    ``name`` is ok, unverified, oom, failed, killed, timeout, cancelled, refused, lost, mismatch,
+    out_of_bounds or altered; ``is_good`` says that it is one of the expected ones.
+    """
+
+    name: str
+    is_good: bool
+    reasons: tuple[str, ...]
+
+
+def judge(outcome: Outcome, expectation: Expectation) -> Verdict:
+    """Names what happened and compares it with what was expected.
+
+    A run whose environment was not the one asked for is a ``mismatch`` however it ended: its result belongs
+    to another experiment. Bounds are judged only when the name is an expected one; a metric outside of them,
+    missing or not finite turns it into ``out_of_bounds``. A run that ended well but never proved that the
+    asked allocator settings and devices took effect is ``unverified``.
+    """
+    name, reasons = _name(outcome)
+    if name in expectation.verdicts:
+        broken = tuple(_broken_bounds(outcome.metrics, expectation.metrics))
+        name, reasons = ("out_of_bounds", broken) if broken else (name, reasons)
+    is_good = name in expectation.verdicts
+    if not is_good:
+        reasons = (*reasons, f"expected {' or '.join(expectation.verdicts)}")
+    return Verdict(name=name, is_good=is_good, reasons=reasons)
+
+
+def outcome_of(records: Iterable[Record]) -> Outcome:
+    """Folds a run's records, in their order, into what they say.
+
+    Of several uncaught exceptions the first counts, unless one is an out-of-memory error: ranks that lose
+    their peer fail with other errors after it. Of several process exits the end record's code and signal
+    count.
+    """
+    found: dict[str, Any] = {"metrics": {}}
+    for record in records:
+        read = _READERS.get(str(record.get("kind")))
+        if read is not None:
+            read(found, record)
+    asked = found.pop("asked", {})
+    return Outcome(**found, unproven=tuple(_unproven(asked, found)))
+
+
+def _name(outcome: Outcome) -> tuple[str, tuple[str, ...]]:
+    ended = _how_it_ended(outcome)
+    if outcome.state in (State.LOST, State.REFUSED):
+        return str(outcome.state), ended
+    if outcome.mismatches:
+        return "mismatch", (*outcome.mismatches, *ended)
+    if outcome.end == "exited" and outcome.exit_code == 0:
+        return ("unverified", outcome.unproven) if outcome.unproven else ("ok", ())
+    if outcome.end == "exited" and (outcome.exception_type or "").endswith("OutOfMemoryError"):
+        return "oom", ended
+    return str(outcome.state), ended
+
+
+def _how_it_ended(outcome: Outcome) -> tuple[str, ...]:
+    parts = []
+    if outcome.state is State.LOST:
+        parts.append(_why_lost(outcome))
+    elif outcome.state is State.FAILED:
+        parts.append(f"exit code {outcome.exit_code}")
+    elif outcome.signal is not None:
+        parts.append(f"signal {outcome.signal}")
+    if outcome.state is State.KILLED and outcome.oom_kill is not None:
+        parts.append(f"the kernel killed for memory meanwhile, in this {outcome.oom_kill}")
+    if outcome.reason is not None:
+        parts.append(outcome.reason)
+    if outcome.missing_module is not None:
+        parts.append(
+            f"Python module {outcome.missing_module!r} is missing there: install it, "
+            "or set 'python:' in inventory.yaml"
+        )
+    elif outcome.exception_type is not None and outcome.exit_code != 0:
+        parts.append(f"{outcome.exception_type}: {outcome.exception_message or ''}".rstrip(": "))
+    return tuple(parts)
+
+
+def _why_lost(outcome: Outcome) -> str:
+    if outcome.end is None:
+        return "the records hold no end"
+    return f"unknown end {outcome.end!r}" if outcome.is_end_sealed else "the end of the records is not sealed"
+
+
+def _broken_bounds(metrics: Mapping[str, float], bounds: Mapping[str, Bounds]) -> Iterable[str]:
+    for name, bound in bounds.items():
+        value = metrics.get(name)
+        if value is None:
+            yield f"metric {name!r} was never reported{did_you_mean(name, metrics)}"
+        elif not math.isfinite(value):
+            yield f"metric {name!r} is {value}"
+        elif bound.min is not None and value < bound.min:
+            yield f"metric {name!r} is {value:.6g}, below its minimum {bound.min:.6g}"
+        elif bound.max is not None and value > bound.max:
+            yield f"metric {name!r} is {value:.6g}, above its maximum {bound.max:.6g}"
+
+
+def _read_spawn(found: dict[str, Any], record: Record) -> None:
+    found.setdefault("pid", _integer(record.get("pid")))
+    found.setdefault("started_t", _number(record.get("t")))
+
+
+def _read_facts(found: dict[str, Any], record: Record) -> None:
+    """A process tells its facts piece by piece, each when it is known."""
+    for name in ("python", "torch", "allocator"):
+        if text := _text(record.get(name)):
+            found.setdefault(name, text)
+    if isinstance(settings := record.get("allocator_settings"), Mapping):
+        found.setdefault("allocator_settings", settings)
+    if devices := tuple(map(_device, _mappings(record.get("devices")))):
+        found.setdefault("devices", devices)
+    if peaks := tuple(map(_peak, _mappings(record.get("peak_memory")))):
+        found["peak_memory"] = peaks
+    found["mismatches"] = (*found.get("mismatches", ()), *map(str, _list(record.get("mismatches"))))
+    _note(found, _text(record.get("instrument_error")))
+
+
+def _unproven(asked: Mapping[str, Any], found: Mapping[str, Any]) -> Iterable[str]:
+    if asked.get("alloc_conf") and "allocator" not in found:
+        yield f"allocator settings {asked['alloc_conf']} were asked for, and no process said what took effect"
+    if asked.get("devices") and "devices" not in found:
+        yield f"devices {', '.join(map(str, asked['devices']))} were asked for, and no process used CUDA"
+
+
+def _read_segment(found: dict[str, Any], record: Record) -> None:
+    if isinstance(job := record.get("job"), Mapping):
+        found["asked"] = {"alloc_conf": _text(job.get("alloc_conf")), "devices": _list(job.get("devices"))}
+
+
+def _read_seal(found: dict[str, Any], _record: Record) -> None:
+    found["is_end_sealed"] = True
+
+
+def _read_code_changed(found: dict[str, Any], record: Record) -> None:
+    files = ", ".join(map(str, _list(record.get("files"))))
+    _note(found, f"the payload changed its own code while it ran: {files}")
+
+
+def _read_event(found: dict[str, Any], record: Record) -> None:
+    event = record.get("event")
+    if isinstance(event, Mapping) and event.get("kind") == "metric" and isinstance(event.get("name"), str):
+        value = _number(event.get("value"))
+        found["metrics"][event["name"]] = math.nan if value is None else value
+
+
+def _read_event_refused(found: dict[str, Any], record: Record) -> None:
+    _note(found, f"an event of the payload was refused: {record.get('reason')}")
+
+
+def _read_exception(found: dict[str, Any], record: Record) -> None:
+    kind, known = _text(record.get("type")), found.get("exception_type")
+    if kind is None or (known is not None and not _is_first_oom(known, kind)):
+        return
+    found.update(
+        exception_type=kind,
+        exception_message=_text(record.get("message")),
+        missing_module=_text(record.get("missing_module")),
+    )
+
+
+def _is_first_oom(known: str, new: str) -> bool:
+    return new.endswith("OutOfMemoryError") and not known.endswith("OutOfMemoryError")
+
+
+def _read_exit(found: dict[str, Any], record: Record) -> None:
+    if (_integer(record.get("oom_kill")) or 0) > 0:
+        found["oom_kill"] = _text(record.get("oom_scope")) or "host"
+    usage = record.get("rusage")
+    peak = _integer(usage.get("peak_rss_bytes")) if isinstance(usage, Mapping) else None
+    found["peak_rss_bytes"] = max(filter(None, (found.get("peak_rss_bytes"), peak)), default=None)
+
+
+def _read_pipe_held(found: dict[str, Any], record: Record) -> None:
+    for process in _processes(record.get("holders")):
+        _note(found, f"kept the output open after the main process had ended: {process}")
+
+
+def _read_leftover(found: dict[str, Any], record: Record) -> None:
+    for process in _processes(record.get("processes")):
+        _note(found, f"ran on after the main process had ended: {process}")
+
+
+def _read_end(found: dict[str, Any], record: Record) -> None:
+    found.update(
+        end=_text(record.get("outcome")),
+        exit_code=_integer(record.get("code")),
+        signal=_integer(record.get("signal")),
+        reason=_text(record.get("reason")),
+        survivors=_processes(record.get("survivors")),
+        ended_t=_number(record.get("t")),
+        is_end_sealed=False,
+    )
+
+
+_READERS = {
+    "segment": _read_segment,
+    "seal": _read_seal,
+    "code_changed": _read_code_changed,
+    "spawn": _read_spawn,
+    "facts": _read_facts,
+    "event": _read_event,
+    "event_refused": _read_event_refused,
+    "exception": _read_exception,
+    "exit": _read_exit,
+    "pipe_held": _read_pipe_held,
+    "leftover": _read_leftover,
+    "end": _read_end,
+}
+
+
+def _note(found: dict[str, Any], text: str | None) -> None:
+    notes = found.get("notes", ())
+    if text and text not in notes and len(notes) < MOST_NOTES:
+        found["notes"] = (*notes, text)
+
+
+def _device(item: Record) -> Device:
+    return Device(
+        index=_integer(item.get("index")) or 0,
+        name=_text(item.get("name")) or "?",
+        uuid=_text(item.get("uuid")) or "?",
+        total_bytes=_integer(item.get("total_bytes")),
+    )
+
+
+def _peak(item: Record) -> Peak:
+    return Peak(
+        index=_integer(item.get("index")) or 0,
+        allocated_bytes=_integer(item.get("allocated_bytes")) or 0,
+        reserved_bytes=_integer(item.get("reserved_bytes")) or 0,
+    )
+
+
+def _processes(value: Any) -> tuple[str, ...]:
+    """Returns one description for each process, of which the supervisor gives pid and argv."""
+    return tuple(" ".join(map(str, [item.get("pid"), *_list(item.get("argv"))])) for item in _mappings(value))
+
+
+def _mappings(value: Any) -> list[Record]:
+    return [item for item in _list(value) if isinstance(item, Mapping)]
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _integer(value: Any) -> int | None:
+    """Returns an int that a 64-bit column holds."""
+    return int(value) if isinstance(value, int) and abs(value) < 2**63 else None
+
+
+def _number(value: Any) -> float | None:
+    """Returns a float; "nan", "inf" and their like come as strings, because JSON lacks them."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None

@@ -1,0 +1,129 @@
+"""A run's folder on this machine: where its mirror lies, what the controller alone knows, who is at work.
+
+``<home>/runs/<run-id>/`` holds records/ (the mirror), observations.jsonl, pull.lock, start.lock and cancel.
+An observation is one JSON line; each seal that was checked on arrival is pinned as one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from orchestrator.errors import StorageError
+from orchestrator.supervisor.locks import is_held
+from orchestrator.supervisor.records import segment_name
+
+Record = dict[str, Any]
+
+
+class RunFolder:
+    """``<home>/runs/<run-id>/``: records/, observations.jsonl, pull.lock; made 0700 with the first write."""
+
+    def __init__(self, home: Path, run_id: str) -> None:
+        self.run_id = run_id
+        self.path = home / "runs" / run_id
+        self.records = self.path / "records"
+
+    def make(self) -> None:
+        """Makes the folders that are not there, each of them private."""
+        for folder in (self.path.parent, self.path, self.records):
+            folder.mkdir(mode=0o700, exist_ok=True)
+
+    def observe(self, kind: str, **fields: Any) -> None:
+        """Appends what only the controller knows: one line, written whole.
+
+        Raises:
+            StorageError: the disk does not take it.
+        """
+        line = json.dumps({"t": round(time.time(), 6), "kind": kind, **fields}) + "\n"
+        try:
+            self.make()
+            fd = os.open(self.path / "observations.jsonl", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+            with os.fdopen(fd, "ab", buffering=0) as file:
+                size = file.tell()
+                is_cut = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
+                view = memoryview((b"\n" if is_cut else b"") + line.encode())
+                while view:
+                    view = view[file.write(view) :]
+        except OSError as error:
+            raise StorageError(f"{self.path}: cannot note {kind!r}: {error}") from error
+
+    def observations(self) -> Iterator[Record]:
+        """Yields the observations in order; a line cut by a crash or a full disk is passed over."""
+        try:
+            text = (self.path / "observations.jsonl").read_bytes()
+        except FileNotFoundError:
+            return
+        for line in text.splitlines():
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(entry, dict):
+                yield entry
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Marks the run as being started from here: nobody judges it meanwhile."""
+        self.make()
+        fd = os.open(self.path / "start.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(fd)
+
+    def request_cancel(self, grace_s: float | None) -> None:
+        """Leaves word for whoever starts the run to end it as soon as its host has it."""
+        with os.fdopen(
+            os.open(self.path / "cancel", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w"
+        ) as file:
+            json.dump({"grace_s": grace_s}, file)
+
+    def take_cancel_request(self) -> dict[str, Any] | None:
+        """Returns the word that was left, ``{"grace_s": …}``, once; None when there is none."""
+        path = self.path / "cancel"
+        try:
+            request: dict[str, Any] = json.loads(path.read_text("utf-8"))
+            path.unlink()
+        except (FileNotFoundError, ValueError):
+            return None
+        return request
+
+    @property
+    def is_starting(self) -> bool:
+        """Somebody on this machine is starting the run now."""
+        return is_held(str(self.path / "start.lock"))
+
+    def wait_for_start(self) -> None:
+        """Returns when nobody on this machine is starting the run any more."""
+        try:
+            fd = os.open(self.path / "start.lock", os.O_RDONLY)
+        except FileNotFoundError:
+            return
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH)
+        finally:
+            os.close(fd)
+
+    def pins(self) -> dict[int, Record]:
+        """Returns the seals that were pinned on arrival, by their sequence numbers, in order."""
+        found = [entry for entry in self.observations() if is_pin(entry)]
+        return {entry["seq"]: entry for entry in found}
+
+    def segment(self, index: int) -> Path:
+        """Returns a segment's path."""
+        return self.records / segment_name(index)
+
+
+def is_pin(entry: Record) -> bool:
+    """An observation is a seal that was pinned, with its place and hash."""
+    numbers = (entry.get(name) for name in ("seq", "segment", "line_start", "line_end"))
+    is_whole = all(type(number) is int for number in numbers) and isinstance(entry.get("sha256"), str)
+    return is_whole and entry.get("kind") == "seal"

@@ -1,0 +1,281 @@
+"""Starts a run: the plan, the ledger row, then the host; a start that breaks off is taken up or called off.
+
+A plan comes from an experiment, or from a run: what that one was asked to do, once more.
+
+The start protocol may be repeated, so a broken connection is made again with the same request. While a run
+is being started its folder is marked, so that no other command judges it; a cancel that comes meanwhile is
+kept and carried out as soon as the host has the run.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from orchestrator import remote
+from orchestrator.bundle import Bundle, Provenance, build_bundle, find_payload
+from orchestrator.errors import (
+    OrchError,
+    ProtocolError,
+    RecordsAltered,
+    StorageError,
+    UnknownName,
+    Unreachable,
+    UsageError,
+)
+from orchestrator.experiment import Experiment
+from orchestrator.fields import Secret
+from orchestrator.following import Following, Watcher, backoff
+from orchestrator.inventory import Host
+from orchestrator.job import job_for, secrets_of, secrets_of_job
+from orchestrator.ledger import MASK, RunRow
+from orchestrator.lifecycle import State
+from orchestrator.mirror_reader import recorded_job
+from orchestrator.remote import Conversation, Cursor
+from orchestrator.text import did_you_mean
+from orchestrator.transports import Transport, connect
+from orchestrator.workspace import Workspace
+
+RUN_ID_LETTERS = "abcdefghjkmnpqrstvwxyz0123456789"
+RUN_ID_LENGTH = 12
+START_PATIENCE_S = 60.0
+MOST_NAMED = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """A run that could be launched: nothing of it is anywhere but in the local object store.
+
+    Of its ``secrets`` it knows where to read them, not their values.
+    """
+
+    job: dict[str, Any]
+    bundle: Bundle
+    host: Host
+    secrets: tuple[Secret, ...]
+
+
+def prepare(workspace: Workspace, experiment: Experiment, host: Host) -> Plan:
+    """Bundles the payload and puts the job together; reads and hashes, starts nothing.
+
+    Raises:
+        UsageError: no such payload, or one that the bundling rules refuse.
+    """
+    bundle = build_bundle(find_payload(workspace.project, experiment.payload), workspace.store)
+    _check_module(bundle, experiment)
+    job = job_for(_new_id(), experiment, bundle, host)
+    return Plan(job=job, bundle=bundle, host=host, secrets=secrets_of(experiment, host))
+
+
+def prepare_again(workspace: Workspace, run_id: str, host: Host) -> Plan:
+    """Puts together what a run did once more: the same bundle and the same job, by a new id.
+
+    The job is taken as its host got it: what the inventory says of variables today does not come in.
+
+    Raises:
+        UsageError: the values of its variables are kept nowhere.
+        StorageError: the object store lacks some of its code; the message names the files.
+        RecordsAltered: what is here of it is not what it was.
+    """
+    row = workspace.ledger.get(run_id)
+    job = original_job(workspace, run_id)
+    if job is None:
+        raise UsageError(_why_not_again(row))
+    again = {**job, "run_id": (new_id := _new_id()), "group_id": new_id, "retry_of": run_id}
+    bundle = _bundle_again(workspace, row)
+    return Plan(job=again, bundle=bundle, host=host, secrets=secrets_of_job(job))
+
+
+def original_job(workspace: Workspace, run_id: str) -> dict[str, Any] | None:
+    """Returns a run's job with the values of its variables, from its first record; None where that is not
+    here and the job has variables, which the ledger masks.
+
+    Raises:
+        RecordsAltered: the records are not what was sealed, or hold another job than the ledger.
+    """
+    kept = workspace.ledger.get(run_id).job
+    job = recorded_job(workspace.folder(run_id))
+    if job is None:
+        return None if kept["env"] else kept
+    env = job.get("env")
+    if not isinstance(env, dict) or {**job, "env": dict.fromkeys(env, MASK)} != kept:
+        raise RecordsAltered(f"run {run_id}: its first record holds another job than the ledger")
+    return job
+
+
+def launch(
+    workspace: Workspace, plan: Plan, watcher: Watcher, *, is_followed: bool = True
+) -> Following | None:
+    """Starts a planned run on its host, and returns its follow, or None when it is not to be followed.
+
+    Raises:
+        UsageError: a secret is not in this environment, or is none that can be masked.
+        HostError: the run did not start there; after `Unreachable` and `ProtocolError` it may have: the row
+            says starting, and any later command finds out.
+    """
+    run_id, folder = plan.job["run_id"], workspace.folder(plan.job["run_id"])
+    secret_env = {secret.name: secret.read(os.environ) for secret in plan.secrets}
+    with folder.starting():
+        workspace.ledger.insert(_row(plan))
+        folder.observe("created", host=plan.host.name, job={**plan.job, "env": sorted(plan.job["env"])})
+        workspace.ledger.update(run_id, state=State.STARTING)
+        try:
+            cursor = Cursor() if is_followed else None
+            started, talk, transport = _start(workspace, plan, watcher, cursor, secret_env)
+        except _NeverStarted as error:
+            refuse(workspace, run_id, str(error.cause))
+            raise error.cause from None
+        except OrchError as error:
+            folder.observe("unreachable", message=str(error))
+            workspace.ledger.update(run_id, reason=str(error))
+            raise
+        folder.observe(
+            "started", is_new=started.is_new, sent_files=started.sent_files, hello=dict(talk.hello)
+        )
+        workspace.ledger.mark_running(run_id)
+        watcher.shipped(started)
+    if request := folder.take_cancel_request():
+        remote.stop(transport, run_id, request["grace_s"])
+    if is_followed:
+        return Following(folder, plan.host, talk, transport)
+    talk.close()
+    transport.close()
+    return None
+
+
+def refuse(workspace: Workspace, run_id: str, reason: str) -> None:
+    """Writes down that a host did not take a run."""
+    workspace.ledger.update(
+        run_id, state=State.REFUSED, verdict="refused", reason=reason, ended_t=time.time()
+    )
+    workspace.folder(run_id).observe("verdict", state="refused", verdict="refused", reasons=[reason])
+
+
+class _NeverStarted(Exception):
+    """The host did not take the run; ``cause`` says why."""
+
+    def __init__(self, cause: OrchError) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+def _start(
+    workspace: Workspace,
+    plan: Plan,
+    watcher: Watcher,
+    cursor: Cursor | None,
+    secret_env: Mapping[str, str],
+) -> tuple[remote.Started, Conversation, Transport]:
+    """No connection at all fails at once; one that broke during the start is made again for a while.
+
+    Raises:
+        _NeverStarted: the host cannot have the run.
+        Unreachable, ProtocolError: it may have it.
+    """
+    entries = [(entry.path, entry.mode, entry.size_bytes, entry.sha256) for entry in plan.bundle.entries]
+    pauses = backoff()
+    give_up_at = None
+    while True:
+        transport, tried_at = None, time.monotonic()
+        try:
+            transport = connect(plan.host)
+            started, talk = remote.start(transport, plan.job, entries, workspace.store, cursor, secret_env)
+        except Unreachable as error:
+            now, was_there = time.monotonic(), transport is not None
+            _close(transport)
+            if not was_there and give_up_at is None:
+                raise _NeverStarted(error) from error
+            if give_up_at is None or now - tried_at > START_PATIENCE_S:  # a long upload earns new patience
+                give_up_at = now + START_PATIENCE_S
+            pause_s = next(pauses)
+            if now + pause_s > give_up_at:
+                raise
+            workspace.folder(plan.job["run_id"]).observe("unreachable", message=str(error))
+            watcher.unreachable(str(error), pause_s)
+            time.sleep(pause_s)
+        except ProtocolError:
+            _close(transport)
+            raise
+        except OrchError as error:
+            _close(transport)
+            raise _NeverStarted(error) from error
+        except BaseException:
+            _close(transport)
+            raise
+        else:
+            return started, talk, transport
+
+
+def _why_not_again(row: RunRow) -> str:
+    names = ", ".join(sorted(row.job["env"]))
+    return (
+        f"run {row.run_id} cannot be run again from what is here: none of its records holds the values of "
+        f"its variables ({names}), and the ledger keeps their names alone{_instead(row)}"
+    )
+
+
+def _instead(row: RunRow) -> str:
+    commit = "" if row.commit_id is None else f" at commit {row.commit_id[:12]}"
+    return f". Next: `orch run` its experiment, {row.experiment}{commit}"
+
+
+def _bundle_again(workspace: Workspace, row: RunRow) -> Bundle:
+    try:
+        bundle = workspace.store.load_manifest(row.bundle)
+    except UnknownName as error:
+        raise StorageError(f"run {row.run_id} cannot be run again: {error}{_instead(row)}") from error
+    faults = {}
+    for entry in bundle.entries:
+        try:
+            workspace.store.open_checked(entry.sha256).close()
+        except StorageError as error:
+            faults[entry.path] = str(error)
+    if faults:
+        named = "; ".join(f"{path}: {fault}" for path, fault in list(faults.items())[:MOST_NAMED])
+        raise StorageError(
+            f"run {row.run_id} cannot be run again: {len(faults)} of {len(bundle.entries)} files of bundle "
+            f"{bundle.id[:12]} are not in the object store as they were: {named}{_instead(row)}"
+        )
+    return replace(bundle, provenance=Provenance(**row.job["provenance"]))
+
+
+def _close(transport: Transport | None) -> None:
+    if transport is not None:
+        transport.close()
+
+
+def _check_module(bundle: Bundle, experiment: Experiment) -> None:
+    path = experiment.module.replace(".", "/")
+    names = {entry.path for entry in bundle.entries}
+    if not names & {f"{path}.py", f"{path}/__main__.py"}:
+        modules = {name.removesuffix(".py").replace("/", ".") for name in names if name.endswith(".py")}
+        hint = did_you_mean(experiment.module, modules)
+        raise UnknownName(f"{experiment.name}: the payload has no module {experiment.module!r}{hint}")
+
+
+def _new_id() -> str:
+    """Returns a fresh run id: a letter first, no letters that look like digits."""
+    first = secrets.choice(RUN_ID_LETTERS[:22])
+    return first + "".join(secrets.choice(RUN_ID_LETTERS) for _ in range(RUN_ID_LENGTH - 1))
+
+
+def _row(plan: Plan) -> RunRow:
+    job = plan.job
+    return RunRow(
+        run_id=job["run_id"],
+        group_id=job["group_id"],
+        retry_of=job.get("retry_of"),
+        experiment=job["experiment"],
+        profile=job["profile"],
+        host=plan.host.name,
+        bundle=plan.bundle.id,
+        commit_id=plan.bundle.provenance.commit,
+        dirty=plan.bundle.provenance.dirty,
+        state=State.CREATED,
+        created_t=time.time(),
+        job=job,
+    )

@@ -1,0 +1,59 @@
+"""One project on this machine: its inventory, and the folder where its runs, objects and ledger are kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from orchestrator.bundle import ObjectStore
+from orchestrator.errors import StorageError, UsageError
+from orchestrator.inventory import Inventory, find_inventory, load_inventory
+from orchestrator.ledger import Ledger
+from orchestrator.run_folder import RunFolder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workspace:
+    """One project on this machine: its inventory, and the folder where its runs are kept."""
+
+    inventory: Inventory
+    home: Path
+    ledger: Ledger
+    store: ObjectStore
+
+    @classmethod
+    def open(cls, inventory: Path | None = None, home: Path | None = None) -> Self:
+        """Opens what ``--inventory`` and ``ORCH_HOME`` name: by default the nearest inventory.yaml upward,
+        and ``.orch`` beside it, made 0700 when it is not there.
+
+        Raises:
+            UsageError: no inventory, or one that cannot be read.
+            StorageError: the folder or the ledger cannot be used.
+        """
+        try:
+            here = Path.cwd()
+        except FileNotFoundError as error:
+            raise UsageError("the current folder is gone; change to one that exists") from error
+        loaded = load_inventory(inventory or find_inventory(here))
+        folder = (home or loaded.path.parent / ".orch").absolute()
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError(f"{folder}: cannot keep runs there: {error}; set ORCH_HOME") from error
+        return cls(
+            inventory=loaded, home=folder, ledger=Ledger.open(folder / "ledger.db"), store=ObjectStore(folder)
+        )
+
+    @property
+    def project(self) -> Path:
+        """Returns the folder that holds inventory.yaml and payloads/."""
+        return self.inventory.path.parent
+
+    def folder(self, run_id: str) -> RunFolder:
+        """Returns a run's folder on this machine."""
+        return RunFolder(self.home, run_id)
+
+    def close(self) -> None:
+        """Closes the ledger."""
+        self.ledger.close()
