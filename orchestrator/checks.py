@@ -1,0 +1,186 @@
+"""What can be said of a run's records from this machine alone: each `Check` answers one question.
+
+Numbers, segments and seals come from a scan of the mirror; they are compared with the seals that were pinned
+on arrival, the job that was noted at launch and the manifest in the object store. Asks no host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Self
+
+from orchestrator.bundle import ObjectStore
+from orchestrator.errors import StorageError, UnknownName
+from orchestrator.mirror_scan import Place, Scan
+from orchestrator.run_folder import Record, RunFolder, is_pin
+
+NOTHING_HERE = "nothing of this run is mirrored yet; `orch show` mirrors what its host has"
+
+
+class Status(StrEnum):
+    """What a check came to."""
+
+    OK = "ok"
+    NOT_OK = "not ok"
+    NOT_CHECKED = "not checked"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """One question, its answer in words, and the first place where it is not so, if that has a place."""
+
+    name: str
+    status: Status
+    says: str
+    place: Place | None = None
+
+    @classmethod
+    def right(cls, name: str, says: str) -> Self:
+        """Returns a check that found all as it should be."""
+        return cls(name=name, status=Status.OK, says=says)
+
+    @classmethod
+    def wrong(cls, name: str, says: str, place: Place | None = None) -> Self:
+        """Returns a check that found something else."""
+        return cls(name=name, status=Status.NOT_OK, says=says, place=place)
+
+    @classmethod
+    def open(cls, name: str, why: str) -> Self:
+        """Returns a check that could not be made."""
+        return cls(name=name, status=Status.NOT_CHECKED, says=why)
+
+
+def arrived_seals(folder: RunFolder) -> frozenset[int]:
+    """Returns the numbers of the seals pinned so far: a mirror that is scanned afterwards has them all."""
+    return frozenset(folder.pins())
+
+
+def local_checks(
+    folder: RunFolder, found: Scan, arrived: frozenset[int], store: ObjectStore, bundle_id: str
+) -> list[Check]:
+    """Returns what can be said from this machine alone; ``arrived`` was taken before the scan."""
+    if not found.sizes:
+        names = ("numbers", "segments", "seals")
+        checks = [Check.open(name, NOTHING_HERE) for name in names]
+    else:
+        checks = [_numbers(found), _segments(found), _seals(found)]
+    return [
+        *checks,
+        check_pins(folder, found, arrived),
+        check_job(found.first, next((o for o in folder.observations() if o.get("kind") == "created"), None)),
+        check_bundle(found.first, bundle_id, store),
+    ]
+
+
+def check_pins(folder: RunFolder, found: Scan, arrived: frozenset[int]) -> Check:
+    """Compares the seals that were pinned on arrival with what stands in their places now.
+
+    While the run is pulled seals come after the scan, which are not asked for.
+    """
+    name = "pinned seals"
+    if any(entry.get("kind") == "seal" and not is_pin(entry) for entry in folder.observations()):
+        return Check.wrong(name, f"{folder.path / 'observations.jsonl'} holds a pinned seal that is none")
+    pins = {seq: pin for seq, pin in folder.pins().items() if seq in arrived or seq in found.seals}
+    unpinned = sorted(seq for seq in found.seals if seq not in pins)
+    wrong = next(filter(None, (_pin_problem(seq, pin, found) for seq, pin in pins.items())), None)
+    if wrong is None and unpinned and pins and unpinned[0] < max(pins):
+        wrong = f"seal {unpinned[0]} is in the mirror but was never pinned", _seal_place(unpinned[0], found)
+    if wrong is not None:
+        return Check.wrong(name, *wrong)
+    if not pins and not unpinned:
+        return Check.open(name, "no seal has arrived yet")
+    if unpinned:
+        return Check.open(name, f"{counted(len(unpinned), 'seal')} not pinned, the first is {unpinned[0]}")
+    return Check.right(name, f"{counted(len(pins), 'seal')} as pinned on arrival")
+
+
+def check_job(first: Record | None, created: Record | None) -> Check:
+    """Compares the job in the first record with the one noted at launch, which has no values of env."""
+    if first is None or created is None:
+        return Check.open(
+            "job", NOTHING_HERE if first is None else "what was launched is not noted on this machine"
+        )
+    told, noted = first.get("job"), created.get("job")
+    if not isinstance(told, dict) or not isinstance(noted, dict):
+        return Check.wrong("job", "the first record holds no job", Place(segment=0, offset=0, seq=0))
+    env = told.get("env")
+    told = {**told, "env": sorted(env) if isinstance(env, dict) else env}
+    differing = sorted(key for key in told.keys() | noted.keys() if told.get(key) != noted.get(key))
+    if differing:
+        says = f"the job in the first record is not the one that was launched: {', '.join(differing)} differ"
+        return Check.wrong("job", says, Place(segment=0, offset=0, seq=0))
+    return Check.right(
+        "job", "the first record holds the job that was launched (of env the names are compared)"
+    )
+
+
+def check_bundle(first: Record | None, bundle_id: str, store: ObjectStore) -> Check:
+    """Compares the bundle in the first record with the ledger's and with the manifest that is kept here."""
+    if first is None:
+        return Check.open("bundle", NOTHING_HERE)
+    where, told = Place(segment=0, offset=0, seq=0), first.get("bundle")
+    told_id = told.get("id") if isinstance(told, dict) else None
+    if not isinstance(told, dict) or told_id != bundle_id:
+        return Check.wrong(
+            "bundle", f"the first record names bundle {told_id}, the ledger {bundle_id}", where
+        )
+    try:
+        manifest = store.load_manifest(bundle_id)
+    except UnknownName as error:
+        return Check.open("bundle", f"{error}: its files cannot be compared")
+    except StorageError as error:
+        return Check.wrong("bundle", str(error))
+    files, size = len(manifest.entries), sum(entry.size_bytes for entry in manifest.entries)
+    if (told.get("files"), told.get("bytes")) != (files, size):
+        says = f"the first record tells of {told.get('files')} files and {told.get('bytes')} bytes"
+        return Check.wrong("bundle", f"{says}, the manifest of {files} and {size}", where)
+    return Check.right(
+        "bundle", f"{bundle_id[:12]} in record, ledger and manifest ({counted(files, 'file')}, {size} bytes)"
+    )
+
+
+def counted(count: int, noun: str) -> str:
+    """Returns a number with its noun."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _numbers(found: Scan) -> Check:
+    if found.number_problem is not None:
+        return Check.wrong("numbers", *found.number_problem)
+    return Check.right("numbers", f"{counted(found.count, 'record')}, numbered from 0 without a gap")
+
+
+def _segments(found: Scan) -> Check:
+    if found.segment_problem is not None:
+        return Check.wrong("segments", *found.segment_problem)
+    return Check.right(
+        "segments", f"{counted(len(found.sizes), 'segment')} of this run, each tied to the one before"
+    )
+
+
+def _seals(found: Scan) -> Check:
+    if found.seal_problem is not None:
+        return Check.wrong("seals", *found.seal_problem)
+    if not found.seals:
+        return Check.open("seals", f"none in the {sum(found.sizes)} bytes that are here")
+    rest = f", {found.unsealed_bytes} more are not sealed yet" if found.unsealed_bytes else ""
+    covered = sum(found.sizes) - found.unsealed_bytes
+    return Check.right("seals", f"{counted(len(found.seals), 'seal')} right, over {covered} bytes{rest}")
+
+
+def _pin_problem(seq: int, pin: Record, found: Scan) -> tuple[str, Place | None] | None:
+    seal = found.seals.get(seq)
+    if seal is None:
+        return f"the mirror lacks seal {seq}, which was pinned on arrival", None
+    if seal.sha256 != pin.get("sha256"):
+        return f"seal {seq} is not the one that was pinned on arrival", _seal_place(seq, found)
+    if [seal.segment, seal.start, seal.end] != [
+        pin.get(key) for key in ("segment", "line_start", "line_end")
+    ]:
+        return f"seal {seq} does not stand where it arrived", _seal_place(seq, found)
+    return None
+
+
+def _seal_place(seq: int, found: Scan) -> Place:
+    return Place(segment=found.seals[seq].segment, offset=found.seals[seq].start, seq=seq)

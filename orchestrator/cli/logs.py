@@ -1,0 +1,112 @@
+"""``orch logs``: a run's output, from the mirror, up to date with the host."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import click
+
+from orchestrator import line_origin, runs
+from orchestrator.cli.leaving import Left, leaving, say_goodbye
+from orchestrator.cli.log_output import LinesView, RawView, View, bring_up_to_date
+from orchestrator.cli.options import inventory_option, json_option, open_workspace
+from orchestrator.cli.terminal import Screen, show
+from orchestrator.errors import RecordsAltered
+from orchestrator.log_filter import LineFilter, parse_pattern, parse_since
+
+
+@click.command()
+@click.argument("run", metavar="[RUN]", required=False)
+@click.option("-f", "--follow", is_flag=True, help="Go on until the run has ended.")
+@click.option("--stream", type=click.Choice(["stdout", "stderr"]), help="Only this stream.")
+@click.option("--proc", metavar="NAME", help="Only this process.")
+@click.option("--tail", "count", type=click.IntRange(min=0), metavar="N", help="Only the last N lines.")
+@click.option(
+    "--since",
+    metavar="TIME",
+    help="Only lines from 10m ago, or 2026-11-29T20:00:00Z, on: by the host's clock.",
+)
+@click.option("--grep", "pattern", metavar="REGEX", help="Only lines whose text matches.")
+@click.option("--long", "is_long", is_flag=True, help="Show pid and time (the host's clock) of each line.")
+@click.option("--raw", "is_raw", is_flag=True, help="The recorded bytes of one stream, and nothing else.")
+@click.option("--where", metavar="RUN/PROC.STREAM:N", help="Which process wrote this line, and is it sealed?")
+@inventory_option
+@json_option
+def logs(
+    run: str | None,
+    follow: bool,
+    stream: str | None,
+    proc: str | None,
+    count: int | None,
+    since: str | None,
+    pattern: str | None,
+    is_long: bool,
+    is_raw: bool,
+    where: str | None,
+    inventory: Path | None,
+    as_json: bool,
+) -> int:
+    """Show the output of RUN (an id, the beginning of one, or `last`), every line with its source.
+
+    A line's name is RUN/PROC.STREAM:NUMBER; --where says who wrote it. Times are by the host's clock; a
+    duration counts back from this machine's. --grep looks at the text as the payload wrote it; with --tail
+    the last N lines that match are shown.
+    """
+    asked = {"--tail": count is not None, "--since": since, "--grep": pattern, "--long": is_long}
+    if where is not None:
+        _refuse(
+            "--where",
+            {"RUN": run, "-f": follow, "--stream": stream, "--proc": proc, "--raw": is_raw, **asked},
+        )
+        return _show_origin(inventory, where, as_json=as_json)
+    if run is None:
+        raise click.UsageError("name a run: an id, the beginning of one, or last")
+    if is_raw:
+        _refuse("--raw", {"--json": as_json, **asked})
+        if follow and stream is None:
+            raise click.UsageError("--raw with -f needs --stream: output may come on both")
+    wanted = LineFilter(
+        since_t=None if since is None else parse_since(since, now_t=time.time()),
+        pattern=None if pattern is None else parse_pattern(pattern),
+    )
+    with open_workspace(inventory) as workspace:
+        run_id = runs.resolve(workspace, run)
+        view: View
+        if is_raw:
+            view = RawView(workspace, run_id, proc=proc, stream=stream)
+        else:
+            view = LinesView(
+                workspace, run_id, proc=proc, stream=stream, wanted=wanted, as_json=as_json, is_long=is_long
+            )
+        try:
+            with leaving():
+                if follow:
+                    view.follow(count)
+                else:
+                    view.show(count)
+        except Left as left:
+            view.screen.close()
+            return say_goodbye(left, run_id) if follow else left.exit_code
+        return 0
+
+
+def _show_origin(inventory: Path | None, where: str, *, as_json: bool) -> int:
+    name = line_origin.LineName.parse(where)
+    with open_workspace(inventory) as workspace:
+        run_id = runs.resolve(workspace, name.run)
+        bring_up_to_date(workspace, run_id, Screen())
+        origin = line_origin.find_origin(workspace.ledger.get(run_id), workspace.folder(run_id), name)
+    if as_json:
+        print(json.dumps(line_origin.origin_json(origin), indent=2))
+    else:
+        show(line_origin.origin_table(origin))
+    return 0 if origin.standing.problem is None else RecordsAltered.exit_code
+
+
+def _refuse(option: str, others: Mapping[str, object]) -> None:
+    given = [name for name, value in others.items() if value not in (None, False)]
+    if given:
+        raise click.UsageError(f"{option} and {given[0]} do not go together")

@@ -1,0 +1,216 @@
+"""Answers which process wrote a line, and how far that can be trusted.
+
+A line is named as every view names it, ``RUN/main.stderr:121``. The answer comes from the mirror and the
+ledger: the records around the line, and the seal that covers it, checked from the run's first byte on.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from rich.table import Table
+from rich.text import Text
+
+from orchestrator.errors import UsageError
+from orchestrator.ledger import RunRow
+from orchestrator.log_lines import LineAssembler, LogLine
+from orchestrator.log_view import line_json, utc
+from orchestrator.mirror_reader import read_records
+from orchestrator.run_folder import Record, RunFolder
+from orchestrator.supervisor.seals import SEAL_LINE, Seal, SealBroken, SealChecker
+from orchestrator.text import printable, quoted
+
+MOST_UNSEALED_BYTES = 8 * 1024 * 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LineName:
+    """A line's name in parts; ``run`` is as it was typed."""
+
+    run: str
+    proc: str
+    stream: str
+    number: int
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Reads a name as the views show it.
+
+        Raises:
+            UsageError: it is none.
+        """
+        match = re.fullmatch(r"([^/\s]+)/(.+)\.(stdout|stderr):([1-9][0-9]{0,17})", text)
+        if match is None:
+            raise UsageError(f"{quoted(text)} names no line: write it as it is shown, RUN/main.stderr:121")
+        return cls(run=match[1], proc=match[2], stream=match[3], number=int(match[4]))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SealStanding:
+    """The seal that covers a record: None while there is none, ``problem`` when it is not right."""
+
+    seal: Seal | None = None
+    is_pinned: bool = False
+    problem: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Origin:
+    """Where a line is from; ``spawn`` and ``start`` are the records of its process and its supervisor."""
+
+    line: LogLine
+    row: RunRow
+    spawn: Record
+    start: Record
+    standing: SealStanding
+
+
+def find_origin(row: RunRow, folder: RunFolder, name: LineName) -> Origin:
+    """Finds a line in the mirror; ``name.run`` is taken for ``row``.
+
+    Raises:
+        UsageError: the run has no such line; the message says which it has.
+        RecordsAltered: the mirror holds a line that is no record.
+    """
+    lines = LineAssembler(host=row.host, run_id=row.run_id)
+    spawns: dict[int, Record] = {}
+    start: Record = {}
+    streams: set[str] = set()
+    count = 0
+
+    def of_stream() -> Iterator[LogLine]:
+        nonlocal start
+        for record in read_records(folder):
+            if record["kind"] == "start":
+                start = record
+            elif record["kind"] == "spawn" and record.get("proc") == name.proc:
+                spawns[record["pid"]] = record
+            elif record["kind"] == "out":
+                streams.add(f"{record.get('proc')}.{record.get('stream')}")
+                if (record.get("proc"), record.get("stream")) == (name.proc, name.stream):
+                    yield from lines.feed(record)
+        yield from lines.flush()
+
+    for line in of_stream():
+        if line.number == name.number:
+            standing = seal_over(folder, line.seq)
+            return Origin(line=line, row=row, spawn=spawns.get(line.pid, {}), start=start, standing=standing)
+        count = line.number
+    raise UsageError(_unknown(row.run_id, name, count, streams))
+
+
+def seal_over(folder: RunFolder, seq: int) -> SealStanding:
+    """Checks the mirror from its first byte to the first seal after record ``seq``."""
+    checker = SealChecker(folder.run_id)
+    for block in _sealed_blocks(folder):
+        try:
+            seals = checker.feed(block)
+        except SealBroken as broken:
+            return SealStanding(problem=str(broken))
+        if seals and seals[-1].seq > seq:
+            pin = folder.pins().get(seals[-1].seq)
+            if pin is not None and pin["sha256"] != seals[-1].sha256:
+                return SealStanding(seal=seals[-1], problem="it is not the one that was pinned on arrival")
+            return SealStanding(seal=seals[-1], is_pinned=pin is not None)
+    return SealStanding()
+
+
+def origin_table(origin: Origin) -> Table:
+    """Returns all of it as labels and values."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, value in _facts(origin):
+        table.add_row(label, Text(printable(value)))
+    return table
+
+
+def origin_json(origin: Origin) -> dict[str, Any]:
+    """Returns all of it as JSON values; of the environment the digest only, since it may hold secrets."""
+    row, spawn, standing = origin.row, origin.spawn, origin.standing
+    seal = standing.seal
+    return {
+        "line": line_json(origin.line),
+        "run": {
+            "run_id": row.run_id,
+            "experiment": row.experiment,
+            "profile": row.profile,
+            "host": row.host,
+            "bundle": row.bundle,
+            "commit": row.commit_id,
+            "dirty": row.dirty,
+        },
+        "process": {key: spawn.get(key) for key in ("proc", "pid", "argv", "env_digest", "identity", "t")},
+        "supervisor": {"identity": origin.start.get("identity"), "python": origin.start.get("python")},
+        "seal": {
+            "seq": None if seal is None else seal.seq,
+            "sha256": None if seal is None else seal.sha256,
+            "is_right": None if seal is None and standing.problem is None else standing.problem is None,
+            "is_pinned": standing.is_pinned,
+            "problem": standing.problem,
+        },
+    }
+
+
+def _facts(origin: Origin) -> Iterator[tuple[str, str]]:
+    row, line, spawn = origin.row, origin.line, origin.spawn
+    profile = "" if row.profile is None else f", profile {row.profile}"
+    yield "line", line.name
+    yield "text", line.text + (f" [… {line.left_out_bytes} more bytes]" if line.left_out_bytes else "")
+    yield "record", f"seq {line.seq}, {utc(line.t)} by the host's clock"
+    yield "seal", _seal(origin.standing)
+    yield "run", f"{row.run_id} of {row.experiment}{profile}"
+    yield "host", row.host
+    yield "process", f"{line.proc}, pid {line.pid}, or a child of it that shares its {line.stream}"
+    yield "argv", json.dumps(spawn.get("argv"), ensure_ascii=False)
+    yield "environment", f"digest {spawn.get('env_digest')}"
+    yield "started", f"{utc(spawn['t'])}, {_identity(spawn)}" if spawn else "not recorded"
+    yield "supervisor", f"python {origin.start.get('python')}, {_identity(origin.start)}"
+    yield "bundle", row.bundle
+    yield "commit", "none" if row.commit_id is None else f"{row.commit_id}{' (dirty)' if row.dirty else ''}"
+
+
+def _identity(record: Record) -> str:
+    identity = record.get("identity")
+    if not isinstance(identity, Mapping):
+        return "identity not recorded"
+    pid, tick, boot, space = map(identity.get, ("pid", "started", "boot_id", "pid_namespace"))
+    return f"pid {pid} in {space}, tick {tick} of boot {boot}"
+
+
+def _seal(standing: SealStanding) -> str:
+    seal = standing.seal
+    if standing.problem is not None:
+        return f"NOT RIGHT: {standing.problem}"
+    if seal is None:
+        return "none yet: the next one will cover it"
+    pinned = "pinned here on arrival" if standing.is_pinned else "not pinned here"
+    return f"{seal.sha256}, seq {seal.seq}: right from the run's first byte on, {pinned}"
+
+
+def _unknown(run_id: str, name: LineName, count: int, streams: Iterable[str]) -> str:
+    stream = f"{name.proc}.{name.stream}"
+    if count:
+        return f"run {run_id} has no line {stream}:{name.number}: {stream} has lines 1 to {count}"
+    return (
+        f"run {run_id} has no line of {stream}; it has output on: {', '.join(sorted(streams)) or 'nothing'}"
+    )
+
+
+def _sealed_blocks(folder: RunFolder) -> Iterator[bytes]:
+    """Yields the mirror's bytes, cut after each seal and where none comes for long."""
+    index, size = 0, 0
+    block: list[bytes] = []
+    while (path := folder.segment(index)).exists():
+        with path.open("rb") as file:
+            for line in file:
+                block.append(line)
+                size += len(line)
+                if SEAL_LINE.match(line) or size > MOST_UNSEALED_BYTES:
+                    yield b"".join(block)
+                    block, size = [], 0
+        index += 1

@@ -1,0 +1,261 @@
+"""Turns runs and hosts into what a person reads (rich) and what a program reads (JSON values).
+
+Knows which facts belong together and how they are spelt; what was recorded and what it means comes in as
+values, and so does the clock. Everything that came from a file or a host is escaped and carries no markup.
+The JSON forms hold it as it is, since JSON escapes it, and never a variable of the environment, which may be
+a secret.
+
+Log lines are `orchestrator.log_view`'s.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from orchestrator.inventory import Host
+from orchestrator.ledger import RunRow
+from orchestrator.lifecycle import Device, Outcome, Peak, Verdict, is_terminal
+from orchestrator.text import printable
+
+_GIB = 1024**3
+_GOOD, _BAD, _OPEN = "green", "bold red", "cyan"
+
+
+def runs_table(rows: Iterable[RunRow], *, now_t: float) -> Table:
+    """Returns one line for each run; ``now_t`` is what ages are counted from."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("RUN", no_wrap=True)
+    for title in ("EXPERIMENT", "HOST", "STATE", "VERDICT", "AGE", "TOOK", "COMMIT"):
+        table.add_column(title)
+    for row in rows:
+        experiment = row.experiment if row.profile is None else f"{row.experiment}:{row.profile}"
+        experiment += "" if row.retry_of is None else f", retry of {row.retry_of[:8]}"
+        table.add_row(
+            _plain(row.run_id),
+            _plain(experiment),
+            _plain(row.host),
+            _plain(row.state),
+            _plain(row.verdict or "-", style=_style(row)),
+            _plain(_duration(now_t - row.created_t)),
+            _plain(_took(row, now_t)),
+            _plain(_commit(row.commit_id, is_dirty=row.dirty)[:13]),
+        )
+    return table
+
+
+def hosts_table(hosts: Iterable[Host]) -> Table:
+    """Returns one line for each host of an inventory."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("HOST", "TRANSPORT", "ADDRESS", "HOST KEY", "PYTHON", "ROOT"):
+        table.add_column(title)
+    for host in hosts:
+        key = "-" if host.transport == "local" else "pinned" if host.host_key else "by known_hosts"
+        table.add_row(*map(_plain, (host.name, host.transport, _address(host), key, host.python, host.root)))
+    return table
+
+
+def summary(row: RunRow, outcome: Outcome, verdict: Verdict | None) -> Table:
+    """Returns everything that tells what a run was and what became of it, as labels and values."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, values in (*_what(row), *_where(row, outcome), *_result(row, outcome, verdict)):
+        style = _verdict_style(verdict) if label == "verdict" else ""
+        for position, value in enumerate(values):
+            table.add_row("" if position else label, _plain(value, style=style if not position else ""))
+    return table
+
+
+def run_json(row: RunRow) -> dict[str, Any]:
+    """Returns a ledger row without its job, of which it keeps what says how the run was asked for."""
+    kept = ("module", "params", "alloc_conf", "devices", "timeout_s", "provenance", "expect")
+    job = {name: row.job[name] for name in kept if name in row.job}
+    return {**asdict(row), "state": row.state.value, "job": job}
+
+
+def summary_json(row: RunRow, outcome: Outcome, verdict: Verdict | None) -> dict[str, Any]:
+    """Returns what `summary` shows; a metric that is not finite is null."""
+    metrics = {name: value if math.isfinite(value) else None for name, value in outcome.metrics.items()}
+    return {
+        "run": run_json(row),
+        "outcome": {**asdict(outcome), "metrics": metrics},
+        "verdict": None if verdict is None else asdict(verdict),
+    }
+
+
+def host_json(host: Host) -> dict[str, Any]:
+    """Returns a host as the inventory describes it, of its variables the names only."""
+    form = {name: value for name, value in asdict(host).items() if name != "env"}
+    identity = None if host.identity is None else str(host.identity)
+    return {**form, "identity": identity, "env_names": sorted(host.env)}
+
+
+_Lines = Iterable[tuple[str, tuple[str, ...]]]
+
+
+def _what(row: RunRow) -> _Lines:
+    retry = () if row.retry_of is None else (f"retry of {row.retry_of}",)
+    group = () if row.group_id == row.run_id else (f"group {row.group_id}",)
+    yield "run", (row.run_id, *group, *retry)
+    yield (
+        "experiment",
+        (row.experiment if row.profile is None else f"{row.experiment}, profile {row.profile}",),
+    )
+    module = row.job.get("module", "?")
+    yield "module", (f"{module}, parameters {_parameters(row.job.get('params'))}",)
+    yield "bundle", (row.bundle,)
+    yield "commit", (_provenance(row),)
+
+
+def _where(row: RunRow, outcome: Outcome) -> _Lines:
+    pid = outcome.pid if outcome.pid is not None else row.pid
+    yield "host", (row.host if pid is None else f"{row.host}, pid {pid}",)
+    asked = ", ".join(map(str, row.job.get("devices") or ())) or "none"
+    yield "devices", (f"asked: {asked}", *map(_device, outcome.devices))
+    asked_of_allocator = row.job.get("alloc_conf")
+    effective = _effective(outcome, str(asked_of_allocator or ""))
+    yield "allocator", (f"asked: {asked_of_allocator or 'nothing'}", f"effective: {effective}")
+    python, torch = outcome.python or "not reported", outcome.torch or "not imported"
+    yield "software", (f"python {python}, torch {torch}",)
+
+
+def _result(row: RunRow, outcome: Outcome, verdict: Verdict | None) -> _Lines:
+    yield "times", (_times(row),)
+    rss = outcome.peak_rss_bytes
+    peaks = (*map(_peak, outcome.peak_memory), *(() if rss is None else (f"host {_gib(rss)} resident",)))
+    if peaks:
+        yield "peak memory", peaks
+    if outcome.metrics:
+        yield "metrics", _metrics(outcome.metrics)
+    if outcome.survivors:
+        yield "still running", outcome.survivors
+    if outcome.notes:
+        yield "notes", outcome.notes
+    ended = "" if row.exit_code is None else f", exit code {row.exit_code}"
+    ended += "" if row.signal is None else f", signal {row.signal}"
+    yield "state", (f"{row.state}{ended}",)
+    if verdict is not None:
+        yield "verdict", (f"{verdict.name} ({'good' if verdict.is_good else 'not good'})", *verdict.reasons)
+    elif is_terminal(row.state):
+        yield "reason", (row.reason or "not judged yet",)
+
+
+def _plain(value: object, style: str = "") -> Text:
+    return Text(printable(str(value)), style=style)
+
+
+def _style(row: RunRow) -> str:
+    if row.verdict is None:
+        return _OPEN
+    expect = row.job.get("expect")
+    expected = expect.get("verdicts", ()) if isinstance(expect, Mapping) else ()
+    return _GOOD if row.verdict in expected else _BAD
+
+
+def _verdict_style(verdict: Verdict | None) -> str:
+    return _GOOD if verdict is not None and verdict.is_good else _BAD
+
+
+def _address(host: Host) -> str:
+    user = f"{host.user}@" if host.user else ""
+    port = f":{host.port}" if host.port else ""
+    return "-" if host.transport == "local" else f"{user}{host.address}{port}"
+
+
+def _commit(commit: str | None, *, is_dirty: bool) -> str:
+    return "none" if commit is None else f"{commit[:12]}{'*' if is_dirty else ''}"
+
+
+def _provenance(row: RunRow) -> str:
+    stated = row.job.get("provenance")
+    found: Mapping[str, Any] = stated if isinstance(stated, Mapping) else {}
+    if row.commit_id is None:
+        return "not in a git repository"
+    changes = "payload with uncommitted changes" if row.dirty else "payload as committed"
+    untracked = f", {found['untracked']} untracked files" if found.get("untracked") else ""
+    branch = f" on {found['branch']}" if found.get("branch") else ""
+    remote = f" of {found['remote']}" if found.get("remote") else ""
+    return f"{row.commit_id}{branch}{remote}, {changes}{untracked}"
+
+
+def _device(device: Device) -> str:
+    size = "" if device.total_bytes is None else f", {_gib(device.total_bytes)}"
+    return f"cuda:{device.index} is {device.name} ({device.uuid}{size})"
+
+
+def _peak(peak: Peak) -> str:
+    return f"cuda:{peak.index} {_gib(peak.allocated_bytes)} allocated, {_gib(peak.reserved_bytes)} reserved"
+
+
+def _parameters(params: object) -> str:
+    shown = params if isinstance(params, Mapping) else {}
+    return ", ".join(f"{name}={json.dumps(value)}" for name, value in shown.items()) or "none"
+
+
+def _effective(outcome: Outcome, asked: str) -> str:
+    """Returns the settings that were asked for and those that are on; the others are torch's defaults."""
+    settings = outcome.allocator_settings
+    if settings is None:
+        return "not reported, CUDA was not used"
+    named = {part.partition(":")[0].removesuffix("_mb") for part in asked.split(",")}
+    shown = [
+        f"{name}={value}"
+        for name, value in sorted(settings.items())
+        if name in named or value is True or name == "PYTORCH_CUDA_ALLOC_CONF"
+    ]
+    return ", ".join((*shown, f"backend={outcome.allocator or '?'}"))
+
+
+def _metrics(metrics: Mapping[str, float]) -> tuple[str, ...]:
+    """Returns one line for each scenario: the part of the names before the last dot."""
+    groups: dict[str, list[str]] = {}
+    for name, value in metrics.items():
+        group, _, last = name.rpartition(".")
+        groups.setdefault(group, []).append(f"{last} {value:.6g}")
+    return tuple((f"{group}: " if group else "") + ", ".join(values) for group, values in groups.items())
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / _GIB:.2f} GiB"
+
+
+def _times(row: RunRow) -> str:
+    started = "" if row.started_t is None else f", started {_clock(row.started_t)}"
+    ended = "" if row.ended_t is None else f", ended {_clock(row.ended_t)} after {_took(row, row.ended_t)}"
+    return f"created {_clock(row.created_t)}{started}{ended}"
+
+
+def _took(row: RunRow, now_t: float) -> str:
+    if row.started_t is None:
+        return "-"
+    end_t = row.ended_t if row.ended_t is not None else now_t
+    return "?" if row.ended_t is None and is_terminal(row.state) else _duration(end_t - row.started_t)
+
+
+def _clock(t: float) -> str:
+    try:
+        return datetime.fromtimestamp(t, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+    except (ValueError, OverflowError, OSError):
+        return f"{t} (no time)"
+
+
+def _duration(duration_s: float) -> str:
+    """Returns the two largest units; a host's clock may run behind ours."""
+    if not math.isfinite(duration_s):
+        return "?"
+    seconds = max(0, round(duration_s))
+    if seconds < 60:
+        return f"{seconds}s"
+    if seconds < 3600:
+        return f"{seconds // 60}m{seconds % 60:02}s"
+    if seconds < 86400:
+        return f"{seconds // 3600}h{seconds % 3600 // 60:02}m"
+    return f"{seconds // 86400}d{seconds % 86400 // 3600:02}h"

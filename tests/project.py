@@ -1,0 +1,108 @@
+"""A small project for tests of the command line: inventory, payload, experiments, and the real `orch`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ORCH = Path(sys.executable).with_name("orch")
+TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    """A command that has ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+class Project:
+    """``folder`` holds inventory.yaml, payloads/probe/, experiments/, and what its hosts keep."""
+
+    def __init__(self, folder: Path, hosts: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        self.folder = folder
+        self.host_root = folder / "host root"
+        (folder / "payloads" / "probe").mkdir(parents=True)
+        (folder / "experiments").mkdir()
+        (folder / "payloads" / "probe" / "__init__.py").touch()
+        self.write_inventory(hosts or {"here": {"transport": "local"}})
+
+    def write_inventory(self, hosts: Mapping[str, Mapping[str, Any]]) -> None:
+        entries = {name: {"root": str(self.host_root), **host} for name, host in hosts.items()}
+        (self.folder / "inventory.yaml").write_text(yaml.safe_dump({"hosts": entries}))
+
+    def experiment(self, code: str, name: str = "trial", **keys: Any) -> Path:
+        """Writes a payload module ``probe.NAME`` and the experiment that runs it."""
+        (self.folder / "payloads" / "probe" / f"{name}.py").write_text(textwrap.dedent(code))
+        path = self.folder / "experiments" / f"{name}.yaml"
+        path.write_text(yaml.safe_dump({"payload": "probe", "run": f"probe.{name}", **keys}))
+        return path
+
+    def start(self, *arguments: str | Path, **options: Any) -> subprocess.Popen[bytes]:
+        """Starts ``orch`` with its streams as pipes."""
+        settings = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            **options,
+        }
+        env = {**os.environ, **settings.pop("env", {})}
+        return subprocess.Popen([ORCH, *arguments], cwd=self.folder, env=env, **settings)
+
+    def orch(self, *arguments: str | Path, **options: Any) -> Done:
+        """Runs ``orch`` to its end."""
+        with self.start(*arguments, **options) as process:
+            try:
+                out, err = process.communicate(timeout=TIMEOUT_S)
+            except BaseException:
+                process.kill()
+                raise
+        return Done(code=process.returncode, out=out.decode(), err=err.decode())
+
+    def runs(self) -> list[dict[str, Any]]:
+        """Returns the ledger's rows as `orch ps` shows them, newest first."""
+        rows: list[dict[str, Any]] = self.orch("ps", "--json").json
+        return rows
+
+    def mirrored(self, run_id: str) -> bytes:
+        """Returns all bytes of a run's mirror."""
+        return _segments(self.folder / ".orch" / "runs" / run_id / "records")
+
+    def written(self, run_id: str) -> bytes:
+        """Returns all bytes that the run's host has."""
+        return _segments(self.host_root / "runs" / run_id / "records")
+
+    def records(self, run_id: str) -> list[dict[str, Any]]:
+        """Returns the mirrored records."""
+        return [json.loads(line) for line in self.mirrored(run_id).splitlines()]
+
+    def observations(self, run_id: str, kind: str) -> list[dict[str, Any]]:
+        """Returns the controller's own notes of one kind."""
+        text = (self.folder / ".orch" / "runs" / run_id / "observations.jsonl").read_text()
+        return [entry for entry in map(json.loads, text.splitlines()) if entry["kind"] == kind]
+
+    def output(self, run_id: str, stream: str = "stdout") -> str:
+        """Returns what a run wrote to one stream."""
+        records = self.records(run_id)
+        return "".join(
+            record["text"] for record in records if record["kind"] == "out" and record["stream"] == stream
+        )
+
+
+def _segments(folder: Path) -> bytes:
+    return b"".join(path.read_bytes() for path in sorted(folder.glob("*.jsonl")))
