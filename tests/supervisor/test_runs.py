@@ -356,7 +356,7 @@ class EndingTest(HostCase):
         )
         pieces = talk.pieces()
         seen = b""
-        while b"nap" not in seen or b"up" not in seen:
+        while b"nap\\n" not in seen or b"up\\n" not in seen:
             seen += next(pieces)[2]
         self.assertGreaterEqual(len(processes.members(self.run_ids[0])), 4)
         stop = self.talk({"op": "stop", "run": self.run_ids[0], "grace_s": None})
@@ -383,7 +383,7 @@ class EndingTest(HostCase):
         )
         pieces = talk.pieces()
         seen = b""
-        while b'"up' not in seen:
+        while b"up\\n" not in seen:
             seen += next(pieces)[2]
         self.talk({"op": "stop", "run": self.run_ids[0], "grace_s": None}).header()
         seen += b"".join(piece for _, _, piece in pieces)
@@ -487,7 +487,7 @@ class KilledSupervisorTest(HostCase):
         seen = b""
         for _, _, piece in talk.pieces():
             seen += piece
-            if b"up" in seen:
+            if b"up\\n" in seen:
                 os.kill(self.state(self.run_ids[0])["identity"]["pid"], signal.SIGKILL)
         return self.run_ids[0]
 
