@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import sys
+import time
 
 TYPE_CHECKING = False  # typing itself would be an import to pay for
 if TYPE_CHECKING:
@@ -111,6 +112,8 @@ def main(stream: "BinaryIO") -> None:
         parent = os.path.join(root, "supervisor", hello["digest"])
         folder = os.path.join(parent, "supervisor")
         missing = not installed(folder, hello["digest"])
+        if not missing:
+            os.utime(parent)  # `orch gc` keeps what was used a moment ago
     except (OSError, UnicodeError) as error:
         say(
             {
@@ -119,9 +122,8 @@ def main(stream: "BinaryIO") -> None:
             }
         )
         return
-    say(
-        {"hello": {"python": sys.version.split()[0], "executable": sys.executable}, "supervisor": not missing}
-    )
+    host = {"python": sys.version.split()[0], "executable": sys.executable, "t": time.time()}
+    say({"hello": host, "supervisor": not missing})
     if missing:
         try:
             sources = json.loads(stream.read(int(stream.readline())))

@@ -9,10 +9,9 @@ import json
 import os
 import select
 import sys
-import time
 from typing import Any, Dict, Sequence
 
-from . import processes
+from . import cgroups, processes
 from .job import Job
 from .records import RecordWriter
 from .rundir import RunDir
@@ -99,19 +98,21 @@ def _supervise(
     try:
         size = sum(entry[2] for entry in entries)
         bundle = {"id": job["bundle"], "files": len(entries), "bytes": size}
-        writer = RecordWriter(run.records, job["run_id"], {"job": job, "bundle": bundle})
+        header, limit = {"job": job, "bundle": bundle}, job.get("log_limit_bytes")
+        writer = RecordWriter(run.records, job["run_id"], header, limit_bytes=limit)
         reaps = processes.become_subreaper()
         writer.write(
             "start", identity=me, python=sys.version.split()[0], executable=sys.executable, subreaper=reaps
         )
-        run.write_state({"state": "running", "identity": me, "t": time.time()})
-        control_fd = run.open_control()
+        cgroup = cgroups.make(run.run_id)
+        run.change_state("waiting" if job.get("turn") else "running", identity=me, cgroup=cgroup)
+        work = Job(job, entries, run, writer, secrets, cgroup)
     except Exception as error:
         os.write(ready_fd, json.dumps({"error": "%s: %s" % (type(error).__name__, error)}).encode("utf-8"))
         raise
     os.write(ready_fd, json.dumps({"identity": me}).encode("utf-8"))
     os.close(ready_fd)
     try:
-        Job(job, entries, run.path, writer, control_fd, secrets).run()
+        work.run()
     finally:
-        run.write_state({"state": "ended", "identity": me, "t": time.time()})
+        run.change_state("ended")

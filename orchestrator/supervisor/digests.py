@@ -7,9 +7,9 @@ compared with is the controller's affair. Frames stay short however long a log, 
 
 import hashlib
 import os
-from typing import Any, Dict, Iterator, List, Sequence
+from typing import Any, Dict, Iterator, List, Optional, Sequence
 
-from .records import segment_name
+from .cuts import segment_name, stub_for, stub_indexes
 from .rundir import RunDir
 from .store import Entry, Store, changed_files
 
@@ -25,7 +25,11 @@ def of_records(run: RunDir, sizes: Sequence[int]) -> Iterator[Dict[str, Any]]:
     asker's does; of a segment beyond them only the size is told.
     """
     for index in sorted(_indexes(run.records)):
-        with open(os.path.join(run.records, segment_name(index)), "rb") as file:
+        try:
+            fd = os.open(os.path.join(run.records, segment_name(index)), os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue  # the run's limit has just removed it
+        with os.fdopen(fd, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             left = min(size, sizes[index]) if index < len(sizes) else 0
             first = 0
@@ -36,6 +40,13 @@ def of_records(run: RunDir, sizes: Sequence[int]) -> Iterator[Dict[str, Any]]:
                 left -= MOST_BLOCKS * BLOCK_BYTES
                 if left <= 0:
                     break
+
+
+def of_cut(run: RunDir) -> Optional[Dict[str, Any]]:
+    """Returns the newest stub, ``segment`` and its ``line``; None while no limit has removed anything."""
+    stubs = stub_indexes(run.records)
+    found = stub_for(run.records, stubs[-1]) if stubs else None
+    return None if found is None else {"segment": found[0], "line": found[1].decode("utf-8", "replace")}
 
 
 def of_bundle(run: RunDir, store: Store, entries: Sequence[Entry]) -> Dict[str, Any]:

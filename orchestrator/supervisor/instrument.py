@@ -1,25 +1,30 @@
-"""Runs a payload's module and reports, from inside its process, what it really got.
+"""Runs a payload's module or script and reports, from inside its process, what it really got.
 
-``python instrument.py MODULE [ARGUMENT…]`` behaves like ``python -m MODULE [ARGUMENT…]`` and writes JSON
-lines to the descriptor named by ``ORCH_EVENTS_FD``: Python and environment at once, torch's version when
-torch has been imported, the allocator's settings and the visible cards when CUDA has been initialised, the
-exception that ended the module, peak memory at the end. It never imports torch by itself and never fails the
-payload.
+``python instrument.py MODULE [ARGUMENT…]`` behaves like ``python -m MODULE [ARGUMENT…]``, and ``python
+instrument.py --script PATH [ARGUMENT…]`` like ``python PATH [ARGUMENT…]``. Both write JSON lines to the
+descriptor named by ``ORCH_EVENTS_FD``: Python and environment at once, torch's version when torch has been
+imported, the allocator's settings and the visible cards when CUDA has been initialised, the exception that
+ended the program, peak memory at the end. It never imports torch by itself and never fails the payload.
 """
+
+from __future__ import annotations
 
 import sys
 
 del sys.path[0]  # this file's folder is not the payload's business
 
 import atexit  # noqa: E402
-import importlib.abc  # noqa: E402
 import importlib.util  # noqa: E402
 import json  # noqa: E402
 import os  # noqa: E402
 import runpy  # noqa: E402
 import stat  # noqa: E402
-from typing import Any, Callable, Dict, List, Optional  # noqa: E402
 
+TYPE_CHECKING = False  # typing itself would be an import to pay for, at each start of a payload
+if TYPE_CHECKING:
+    from typing import Any, Callable, Dict, List, Optional
+
+SCRIPT_OPTION = "--script"
 EVENTS_FD_VARIABLE = "ORCH_EVENTS_FD"
 REPORTED_VARIABLES = (
     "PYTORCH_CUDA_ALLOC_CONF",
@@ -54,7 +59,7 @@ def report(kind: str, **fields: Any) -> None:
             pass
 
 
-class TorchWatcher(importlib.abc.MetaPathFinder):
+class TorchWatcher:
     """Sees torch being imported and calls `on_torch` right after, without changing how it is found.
 
     Looking for torch without importing it, as libraries do, changes nothing: the watch goes on.
@@ -137,7 +142,7 @@ def report_peak() -> None:
 
 
 def report_exception(error: BaseException) -> None:
-    """Reports the exception that ends the module; SystemExit is an exit code, not a failure of its own."""
+    """Reports the exception that ends the program; SystemExit is an exit code, not a failure of its own."""
     kind = type(error)
     fields: Dict[str, Any] = {"type": "%s.%s" % (kind.__module__, kind.__qualname__)}
     try:
@@ -150,7 +155,7 @@ def report_exception(error: BaseException) -> None:
 
 
 def main(arguments: List[str]) -> None:
-    """Runs ``arguments[0]`` as ``__main__``."""
+    """Runs the module or script that ``arguments`` begin with as ``__main__``."""
     report(
         "facts",
         python=sys.version.split()[0],
@@ -159,10 +164,15 @@ def main(arguments: List[str]) -> None:
     )
     sys.meta_path.insert(0, TorchWatcher())
     atexit.register(report_peak)
-    sys.argv = arguments
-    sys.path.insert(0, os.getcwd())
+    is_script = arguments[0] == SCRIPT_OPTION
+    sys.argv = arguments[1:] if is_script else arguments
+    program = sys.argv[0]
+    sys.path.insert(0, os.path.dirname(program) if is_script else os.getcwd())
     try:
-        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+        if is_script:
+            runpy.run_path(program, run_name="__main__")
+        else:
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
     except SystemExit:
         raise
     except BaseException as error:

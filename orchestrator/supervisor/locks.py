@@ -1,7 +1,13 @@
-"""Whether somebody holds a lock file, without holding it longer than the look takes."""
+"""Lock files: whether somebody holds one, without holding it longer than the look takes; and taking one."""
 
 import fcntl
 import os
+import time
+from contextlib import contextmanager
+from typing import Iterator
+
+OBJECTS = "gc.lock"  # in the root: shared while objects are relied on, exclusive while some are removed
+TRY_AGAIN_S = 0.05
 
 
 def is_held(path: str) -> bool:
@@ -17,3 +23,29 @@ def is_held(path: str) -> bool:
     finally:
         os.close(fd)
     return False
+
+
+@contextmanager
+def shared(path: str) -> Iterator[None]:
+    """Holds ``path`` shared, once whoever has it exclusively lets go."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(fd)
+
+
+def take(fd: int, exclusive: bool, patience_s: float = 0.0) -> bool:
+    """Locks an open file within ``patience_s`` seconds; tells whether it could. Closing it lets go."""
+    kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
+    give_up_at = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(fd, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= give_up_at:
+                return False
+            time.sleep(TRY_AGAIN_S)
+        else:
+            return True

@@ -1,8 +1,8 @@
 """Linux processes: who they are, which belong to a run, how a whole tree is ended, why one was killed.
 
 A pid alone names nobody: `identity` adds what makes it unique (boot id, PID namespace, start time). A run's
-processes are the supervisor's descendants (it is their subreaper) and whatever carries the run's
-`ORCH_RUN_ID`.
+processes are the supervisor's descendants (it is their subreaper), whatever carries the run's `ORCH_RUN_ID`,
+and whatever is in its cgroup.
 """
 
 import os
@@ -45,10 +45,15 @@ def identity(pid: int) -> Dict[str, Any]:
     return {
         "pid": pid,
         "started": own.started if own else None,
-        "boot_id": _read("/proc/sys/kernel/random/boot_id").strip(),
+        "boot_id": boot_id(),
         "pid_namespace": os.readlink("/proc/self/ns/pid"),
         "init_started": first.started if first else None,
     }
+
+
+def boot_id() -> str:
+    """Returns what names the time since this host's kernel was started."""
+    return _read("/proc/sys/kernel/random/boot_id").strip()
 
 
 def command_line(pid: int) -> List[str]:
@@ -86,15 +91,17 @@ def everything() -> List[Process]:
     return [process for process in seen if process is not None]
 
 
-def members(run_id: str, supervisor: Optional[int] = None) -> List[Process]:
-    """Returns the running processes of a run: those that carry its id, and the supervisor's descendants.
+def members(run_id: str, supervisor: Optional[int] = None, in_cgroup: Iterable[int] = ()) -> List[Process]:
+    """Returns the running processes of a run: those that carry its id or are in its cgroup, and the
+    supervisor's descendants.
 
-    Without a supervisor (it is gone) only the id counts. The supervisor itself and this process are never
-    among them.
+    ``supervisor`` is None when it is gone. It and this process are never among them.
     """
     table = {process.pid: process for process in everything()}
     mark = ("%s=%s" % (RUN_ID_VARIABLE, run_id)).encode("utf-8")
-    ours = {pid for pid in table if mark in _read_bytes("/proc/%d/environ" % pid).split(b"\0")}
+    ours = set(in_cgroup) & set(table)
+    assert not ours & {0, 1}, "process 1 belongs to no run"
+    ours |= {pid for pid in table if mark in _read_bytes("/proc/%d/environ" % pid).split(b"\0")}
     if supervisor is not None:
         assert supervisor > 1, "everything descends from process %d" % supervisor
         ours |= _descendants(table.values(), supervisor)
@@ -136,10 +143,12 @@ def holders_of(pipe_inodes: Set[int], processes: Iterable[Process]) -> List[Proc
 
 
 class OomCounter:
-    """Counts the kernel's out-of-memory kills: of our cgroup where it can be read, else of the whole host."""
+    """Counts the kernel's out-of-memory kills: of the run's cgroup or ours where they can be read, else of
+    the whole host.
+    """
 
-    def __init__(self) -> None:
-        self._path, self.scope = self._choose()
+    def __init__(self, cgroup: Optional[str]) -> None:
+        self._path, self.scope = self._choose(cgroup)
         self._before = self._count()
 
     def since_start(self) -> Optional[int]:
@@ -147,7 +156,9 @@ class OomCounter:
         now = self._count()
         return None if now is None or self._before is None else now - self._before
 
-    def _choose(self) -> "tuple[str, str]":
+    def _choose(self, cgroup: Optional[str]) -> "tuple[str, str]":
+        if cgroup is not None and os.path.exists(os.path.join(cgroup, "memory.events")):
+            return os.path.join(cgroup, "memory.events"), "cgroup"
         for line in _read("/proc/self/cgroup").splitlines():
             _, controllers, path = line.split(":", 2)
             for folder in ("/sys/fs/cgroup", "/sys/fs/cgroup/unified") if not controllers else ():

@@ -9,6 +9,7 @@ import base64
 import errno
 import fcntl
 import os
+import time
 from typing import Callable, Iterator, Optional, Tuple
 
 from .masks import StreamMask
@@ -16,6 +17,8 @@ from .masks import StreamMask
 CHUNK_BYTES = 1024 * 1024
 PIPE_BYTES = 1024 * 1024
 MAX_PIECES = 8
+SMALL_BYTES = 16 * 1024
+GATHER_S = 0.002
 _F_SETPIPE_SZ = 1031
 
 Emit = Callable[[int, int, str, str], None]
@@ -65,6 +68,7 @@ class Pump:
         self._off = 0
         self._line = 0
         self._tail = b""
+        self._gather_until = 0.0
         os.set_blocking(fd, False)
         try:
             fcntl.fcntl(fd, _F_SETPIPE_SZ, PIPE_BYTES)
@@ -72,7 +76,14 @@ class Pump:
             pass  # the user's limit of pipe memory is reached: a smaller pipe only costs wake-ups
 
     def read(self) -> bool:
-        """Reads once; tells whether there may be more. At the end of the stream the descriptor is closed."""
+        """Reads once; tells whether there may be more. At the end of the stream the descriptor is closed.
+
+        A process that writes line by line without a pause gets a moment to write more of them: a record for
+        each costs it more of the processor than it uses itself.
+        """
+        rest_s = self._gather_until - time.monotonic()
+        if rest_s > 0:
+            time.sleep(rest_s)
         try:
             data = os.read(self.fd, CHUNK_BYTES)
         except OSError as error:
@@ -82,6 +93,7 @@ class Pump:
         if not data:
             self.close()
             return False
+        self._gather_until = time.monotonic() + GATHER_S if len(data) < SMALL_BYTES else 0.0
         data = self._tail + (data if self._mask is None else self._mask.feed(data))
         keep = unfinished_tail(data)
         self._tail = data[len(data) - keep :] if keep else b""

@@ -1,9 +1,9 @@
-"""A run's folder on its host: who may start the run in it, whether it is alive, how it is told to stop.
+"""A run's folder on its host: who may start the run in it, how it stands, how it is told to stop.
 
-``runs/<run-id>/`` holds job.json, params.json, state.json, lock, control (a named pipe), code/, records/,
-artifacts/ and supervisor.log. The supervisor holds ``lock`` from before its first record until its last:
-held means alive. The first record is the point of no return: a folder with records is never started in
-again, whoever asks.
+``runs/<run-id>/`` holds job.json, manifest.json, params.json, state.json, lock, control (a named pipe),
+code/, records/, artifacts/ and supervisor.log. The supervisor holds ``lock`` from before its first record
+until its last: held means alive. The first record is the point of no return: a folder with records is never
+started in again, whoever asks.
 """
 
 import errno
@@ -11,10 +11,12 @@ import fcntl
 import json
 import os
 import time
-from typing import Any, Dict, Optional
+from typing import Any, Dict, List, Optional, Sequence
 
+from . import cgroups, processes
 from .locks import is_held
 from .records import segment_name
+from .tree import Tree
 
 CLAIM_TRIES = 20
 CLAIM_PAUSE_S = 0.05
@@ -24,12 +26,13 @@ class RunDir:
     """The folder of run ``run_id`` below ``root``; nothing is made before `claim`."""
 
     def __init__(self, root: str, run_id: str) -> None:
-        if not run_id or run_id != os.path.basename(run_id) or run_id.startswith("."):
-            raise ValueError("not a run id: %r" % run_id)
+        self.root = root
+        self.run_id = checked_name(run_id, "run id")
         self.path = os.path.join(root, "runs", run_id)
         self.records = os.path.join(self.path, "records")
         self.lock = os.path.join(self.path, "lock")
         self.code = os.path.join(self.path, "code")
+        self.artifacts = os.path.join(self.path, "artifacts")
 
     @property
     def exists(self) -> bool:
@@ -53,12 +56,7 @@ class RunDir:
             FileExistsError: another job was claimed under this id.
             OSError: the folder cannot be made.
         """
-        for folder in (
-            os.path.dirname(self.path),
-            self.path,
-            self.records,
-            os.path.join(self.path, "artifacts"),
-        ):
+        for folder in (os.path.dirname(self.path), self.path, self.records, self.artifacts):
             os.makedirs(folder, mode=0o700, exist_ok=True)
         fd = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -82,6 +80,17 @@ class RunDir:
         os.close(fd)
         return None
 
+    def note_manifest(self, entries: Sequence[Sequence[Any]]) -> None:
+        """Notes which objects the code was unpacked from, and by which supervisor: what must stay for it."""
+        noted = {"supervisor": supervisor_digest(), "entries": [list(entry) for entry in entries]}
+        with open(os.path.join(self.path, "manifest.json"), "w", encoding="utf-8") as file:
+            json.dump(noted, file)
+
+    @property
+    def manifest(self) -> Any:
+        """What `note_manifest` noted, or None."""
+        return _load(os.path.join(self.path, "manifest.json"))
+
     def open_control(self) -> int:
         """Returns the control pipe's reading end; it stays open for writers to come and go."""
         return os.open(self._control, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -102,9 +111,56 @@ class RunDir:
             os.close(fd)
         return True
 
-    def write_state(self, state: Dict[str, Any]) -> None:
-        """Replaces state.json whole."""
-        _replace(os.path.join(self.path, "state.json"), state)
+    @property
+    def state(self) -> Dict[str, Any]:
+        """What state.json says: ``state``, the supervisor's ``identity``, the payload's ``cgroup``."""
+        found = _load(os.path.join(self.path, "state.json"))
+        return found if isinstance(found, dict) else {}
+
+    def change_state(self, state: str, **more: Any) -> None:
+        """Replaces state.json whole: with the state it has now, and what else is to change."""
+        changed = dict(self.state, state=state, t=time.time(), **more)
+        _replace(os.path.join(self.path, "state.json"), changed)
+
+    @property
+    def was_rebooted(self) -> bool:
+        """The run's supervisor was started before this host last was."""
+        identity = self._identity
+        return bool(identity) and identity.get("boot_id") != processes.boot_id()
+
+    @property
+    def is_stopped(self) -> bool:
+        """The run's supervisor is there and holds still, for a debugger or by SIGSTOP."""
+        identity = self._identity
+        process = processes.look(identity["pid"]) if self.is_alive and identity else None
+        return process is not None and process.started == identity["started"] and process.state in "Tt"
+
+    @property
+    def silent_s(self) -> Optional[float]:
+        """How long the supervisor has written nothing, or None when there is none."""
+        if not self.is_alive or not self.has_started:
+            return None
+        newest = max(name for name in os.listdir(self.records) if name.endswith(".jsonl"))
+        return max(0.0, time.time() - os.stat(os.path.join(self.records, newest)).st_mtime)
+
+    def tree(self) -> Tree:
+        """Returns the run's processes, to be asked when the supervisor is gone."""
+        return Tree(self.run_id, cgroups.checked(self.state.get("cgroup"), self.run_id))
+
+    def orphans(self) -> List[processes.Process]:
+        """Returns what still runs of a run whose supervisor is gone; a cgroup without any is removed."""
+        if self.is_alive or not self.has_started or self.was_rebooted:
+            return []
+        tree = self.tree()
+        found = tree.members()
+        if not found:
+            tree.forget()
+        return found
+
+    @property
+    def _identity(self) -> Dict[str, Any]:
+        found: Dict[str, Any] = self.state.get("identity", {})
+        return found
 
     @property
     def _control(self) -> str:
@@ -122,6 +178,22 @@ class RunDir:
             os.mkfifo(self._control, 0o600)
         except FileExistsError:
             pass  # an earlier attempt came this far
+
+
+def supervisor_digest() -> str:
+    """Returns the digest that names the supervisor at work here: that of its folder's folder."""
+    return os.path.basename(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+
+def checked_name(name: str, what: str) -> str:
+    """Returns ``name``, which stays in the folder that it is looked for in.
+
+    Raises:
+        ValueError: it would lead elsewhere.
+    """
+    if not name or name != os.path.basename(name) or name.startswith("."):
+        raise ValueError("not a %s: %r" % (what, name))
+    return name
 
 
 def _load(path: str) -> Any:

@@ -1,4 +1,5 @@
-"""Answers one request of the controller on one channel: start, read, stop, status or digests.
+"""Answers one request of the controller on one channel: to start, read, stop, list, compare, clean or
+tell the time.
 
 ``start`` is repeatable: the same request again finds the run that the first one started, and both then follow
 the same records; the ``secrets`` beside its job stay in memory. Errors are frames
@@ -7,17 +8,16 @@ the same records; the ``secrets`` beside its job stay in memory. Errors are fram
 """
 
 import os
-import signal
 import sys
-from typing import Any, BinaryIO, Dict, Optional, Tuple
+import time
+from typing import Any, BinaryIO, Dict, Iterator, List, Optional, Sequence, Tuple
 
-from . import detach, digests, processes, wire
+from . import detach, digests, locks, processes, program, turns, wire
 from .rundir import RunDir
-from .store import Store, StoreError, checked_entries, object_parts
+from .store import Entry, Store, StoreError, checked_entries, object_parts
 from .tail import Tail, Watch
 
 ORPHAN_GRACE_S = 10.0
-KILL_S = 5.0
 MAX_GRACE_S = 7 * 86400.0
 
 
@@ -44,11 +44,17 @@ class Service:
         elif op == "read":
             self._read(self._known(request["run"]), request["cursor"], request["follow"])
         elif op == "stop":
-            self._stop(self._known(request["run"]), request["run"], request["grace_s"])
+            self._stop(self._known(request["run"]), request["grace_s"])
         elif op == "status":
             self._say({"runs": {run_id: self._status(run_id) for run_id in request["runs"]}})
         elif op == "digests":
             self._digests(RunDir(self._root, request["run"]), request)
+        elif op == "list":
+            self._list(request["runs"])
+        elif op == "gc":
+            self._gc(request)
+        elif op == "clock":
+            self._clock(request["trips"])
         else:
             raise RequestError("unknown-request", "this supervisor does not know the request %r" % op)
 
@@ -64,9 +70,23 @@ class Service:
         job, secrets = request["job"], request.get("secrets", {})
         if sorted(secrets) != sorted(job.get("secrets", {})):
             raise RequestError("refused", "the job's secrets and those that came with it differ")
+        program.check(job)
+        turns.check(job.get("turn"))
         run = RunDir(self._root, job["run_id"])
-        store = Store(self._root)
         entries = checked_entries(job["bundle"], request["entries"])
+        with locks.shared(os.path.join(self._root, locks.OBJECTS)):  # none of its objects goes meanwhile
+            lock_fd = self._unpack(run, job, entries)
+        if lock_fd is not None:
+            detach.start(run, job, entries, lock_fd, secrets)
+        self._say({"started": lock_fd is not None})
+        if request["cursor"] is not None:
+            self._read(run, request["cursor"], follow=True)
+
+    def _unpack(self, run: RunDir, job: Dict[str, Any], entries: Sequence[Entry]) -> Optional[int]:
+        """Asks for what is missing and puts the code into the run's folder; returns its lock's descriptor, or
+        None when it was started before.
+        """
+        store = Store(self._root)
         missing = store.missing(entries)
         self._say({"need": missing})
         for _ in missing:
@@ -75,29 +95,22 @@ class Service:
         lock_fd = run.claim(job)
         if lock_fd is not None:
             store.unpack(entries, run.code)
-            detach.start(run, job, entries, lock_fd, secrets)
-        self._say({"started": lock_fd is not None})
-        if request["cursor"] is not None:
-            self._read(run, request["cursor"], follow=True)
+            run.note_manifest(entries)
+        return lock_fd
 
-    def _stop(self, run: RunDir, run_id: str, grace_s: Optional[float]) -> None:
-        """Asks the supervisor; when it is gone, ends what carries the run's id and says what was ended."""
+    def _stop(self, run: RunDir, grace_s: Optional[float]) -> None:
+        """Asks the supervisor; when it is gone, ends what is left of the run and says what was ended."""
         if grace_s is not None and not (isinstance(grace_s, (int, float)) and 0 <= grace_s <= MAX_GRACE_S):
             raise RequestError("refused", "not a grace in seconds: %r" % (grace_s,))
         if run.request_stop(grace_s):
             self._say({"asked": True, "ended": [], "survivors": []})
             return
-        left = processes.members(run_id)
-        ended = processes.describe(left)
-        processes.send_signal(left, signal.SIGTERM)
-        processes.wait_for_end(left, ORPHAN_GRACE_S if grace_s is None else grace_s)
-        left = processes.members(run_id)
-        processes.send_signal(left, signal.SIGKILL)
-        survivors = processes.describe(processes.wait_for_end(left, KILL_S))
-        self._say({"asked": False, "ended": ended, "survivors": survivors})
+        ended = processes.describe(run.orphans())
+        survivors = run.tree().end(ORPHAN_GRACE_S if grace_s is None else grace_s)
+        self._say({"asked": False, "ended": ended, "survivors": processes.describe(survivors)})
 
     def _read(self, run: RunDir, cursor: Dict[str, int], follow: bool) -> None:
-        tail = Tail(run.records, cursor["segment"], cursor["offset"], self._send_piece)
+        tail = Tail(run.records, cursor["segment"], cursor["offset"], self._send_piece, self._send_cut)
         if follow:
             tail.follow(lambda: run.is_alive, lambda: self._say({"idle": True}), Watch(run.records, run.lock))
         else:
@@ -109,15 +122,21 @@ class Service:
     def _send_piece(self, segment: int, offset: int, data: bytes) -> None:
         self._write(wire.pack({"segment": segment, "offset": offset}, data))
 
+    def _send_cut(self, segment: int, offset: int, through: int, stub: bytes) -> None:
+        self._write(wire.pack({"segment": segment, "offset": offset, "through": through}, stub))
+
     def _status(self, run_id: str) -> Dict[str, Any]:
         run = RunDir(self._root, run_id)
         is_alive = run.is_alive
-        orphans = [] if is_alive or not run.has_started else processes.members(run_id)
         return {
             "exists": run.exists,
             "started": run.has_started,
             "alive": is_alive,
-            "orphans": processes.describe(orphans),
+            "waiting": is_alive and run.state.get("state") == "waiting",
+            "silent_s": run.silent_s,
+            "stopped": run.is_stopped,
+            "rebooted": run.was_rebooted,
+            "orphans": processes.describe(run.orphans()),
         }
 
     def _digests(self, run: RunDir, request: Dict[str, Any]) -> None:
@@ -128,7 +147,34 @@ class Service:
         bundle = None
         if entries is not None:
             bundle = digests.of_bundle(run, Store(self._root), checked_entries(request["bundle"], entries))
-        self._say({"end": True, "exists": run.exists, "bundle": bundle})
+        cut = digests.of_cut(run)
+        self._say({"end": True, "exists": run.exists, "bundle": bundle, "cut": cut})
+
+    def _clock(self, trips: int) -> None:
+        """Says what time it is here, once for each frame that comes."""
+        for _ in range(trips):
+            self.next_frame()
+            self._say({"t": time.time()})
+
+    def _list(self, run_ids: Optional[Sequence[str]]) -> None:
+        from . import listing  # noqa: PLC0415  (only who asks for it pays)
+
+        self._say_pages(listing.pages(self._root, run_ids))
+
+    def _gc(self, request: Dict[str, Any]) -> None:
+        """Without a choice of runs, says what there is to choose from."""
+        from . import cleaning  # noqa: PLC0415  (only who asks for it pays)
+
+        chosen = request["chosen"]
+        if chosen is None:
+            self._say_pages(cleaning.survey(self._root))
+        else:
+            self._say_pages(cleaning.clean(self._root, chosen, request["is_real"]))
+
+    def _say_pages(self, pages: Iterator[List[Dict[str, Any]]]) -> None:
+        for page in pages:
+            self._say({"page": page})
+        self._say({"end": True})
 
     def _known(self, run_id: str) -> RunDir:
         run = RunDir(self._root, run_id)

@@ -8,14 +8,13 @@ byte is hashed on the way out of the store.
 import hashlib
 import json
 import os
-import shutil
-import tempfile
 from typing import Any, Callable, Dict, Iterator, List, Sequence, Tuple
 
 from .wire import PIECE_BYTES
 
 Entry = Tuple[str, int, int, str]
 MANIFEST_VERSION = 1
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
 class StoreError(Exception):
@@ -91,10 +90,11 @@ class Store:
         """
         path = self._object(sha256)
         os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-        fd, made = tempfile.mkstemp(dir=os.path.dirname(path))
+        made = "%s.%s" % (path, os.urandom(8).hex())  # two starts at the same moment each write their own
+        fd = os.open(made, _NEW_FILE, 0o600)
         try:
             total = hashlib.sha256()
-            with os.fdopen(fd, "wb") as file:
+            with open(fd, "wb") as file:
                 for part in parts:
                     total.update(part)
                     file.write(part)
@@ -111,14 +111,18 @@ class Store:
         Raises:
             StoreError: a copy is not what the manifest says.
         """
-        shutil.rmtree(tree, ignore_errors=True)
+        if os.path.lexists(tree):
+            import shutil  # noqa: PLC0415  (needed after a start that broke off, and slow to import)
+
+            shutil.rmtree(tree, ignore_errors=True)
         os.makedirs(tree, mode=0o700)
+        folder = ""
         for path, mode, _, sha256 in entries:
             target = os.path.join(tree, path)
-            os.makedirs(os.path.dirname(target), mode=0o700, exist_ok=True)
-            shutil.copyfile(self._object(sha256), target)
-            os.chmod(target, mode & 0o700)
-            if not _has_bytes(target, sha256):
+            if os.path.dirname(target) != folder:
+                folder = os.path.dirname(target)
+                os.makedirs(folder, mode=0o700, exist_ok=True)
+            if _copy(self._object(sha256), target, mode & 0o700) != sha256:
                 raise StoreError("%s was damaged on its way to %s" % (path, tree))
 
     def _object(self, sha256: str) -> str:
@@ -141,6 +145,17 @@ def _files(tree: str) -> Iterator[str]:
     for folder, _, names in os.walk(tree):
         for name in names:
             yield os.path.relpath(os.path.join(folder, name), tree)
+
+
+def _copy(source: str, target: str, mode: int) -> str:
+    """Makes ``target`` and returns the SHA-256 of what was written to it."""
+    total = hashlib.sha256()
+    with open(source, "rb") as file, open(os.open(target, _NEW_FILE, mode), "wb") as copy:
+        for part in iter(lambda: file.read(PIECE_BYTES), b""):
+            total.update(part)
+            copy.write(part)
+        os.fchmod(copy.fileno(), mode)
+    return total.hexdigest()
 
 
 def _has_bytes(path: str, sha256: str) -> bool:

@@ -1,7 +1,8 @@
 """Sends a run's bytes to the controller: what is there, then what comes, until the run has ended.
 
-Waits on inotify where the kernel has it (a poll with a falling rate elsewhere), and on standard input, whose
-end means that the controller has gone: a reader never outlives its channel.
+In place of segments that a limit has removed it says so and sends their stub. Waits on inotify where the
+kernel has it (a poll with a falling rate elsewhere), and on standard input, whose end means that the
+controller has gone: a reader never outlives its channel.
 """
 
 import os
@@ -10,7 +11,7 @@ import struct
 import time
 from typing import Callable, Optional, Tuple
 
-from .records import segment_name
+from .cuts import segment_name, stub_for
 from .wire import PIECE_BYTES
 
 IDLE_S = 10.0
@@ -58,40 +59,64 @@ class Watch:
 
 
 class Tail:
-    """Reads segments from a position on; ``send(segment, offset, data)`` takes each piece."""
+    """Reads segments from a position on; ``send(segment, offset, data)`` takes each piece.
+
+    ``cut(segment, offset, through, stub)``: what comes from there to the end of segment ``through`` is gone.
+    """
 
     def __init__(
-        self, folder: str, segment: int, offset: int, send: Callable[[int, int, bytes], None]
+        self,
+        folder: str,
+        segment: int,
+        offset: int,
+        send: Callable[[int, int, bytes], None],
+        cut: Callable[[int, int, int, bytes], None],
     ) -> None:
         self._folder = folder
         self._segment = segment
         self._offset = offset
         self._send = send
+        self._cut = cut
 
     def pump(self) -> bool:
         """Sends all that is there now; tells whether it sent anything."""
         sent = False
         while True:
-            try:
-                fd = os.open(self._path(self._segment), os.O_RDONLY | os.O_CLOEXEC)
-            except FileNotFoundError:
+            is_complete = self._is_followed()  # asked first: then nothing is added to it
+            data = self._piece()
+            if data:
+                self._send(self._segment, self._offset, data)
+                self._offset += len(data)
+                sent = True
+            elif data is None:
+                stub = stub_for(self._folder, self._segment)
+                if stub is None:
+                    return sent
+                self._cut(self._segment, self._offset, *stub)
+                self._segment, self._offset = stub[0] + 1, 0
+                sent = True
+            elif is_complete:
+                self._segment, self._offset = self._segment + 1, 0
+            else:
                 return sent
-            try:
-                has_next = os.path.exists(
-                    self._path(self._segment + 1)
-                )  # asked first: then this one is complete
-                while True:
-                    data = os.pread(fd, PIECE_BYTES, self._offset)
-                    if not data:
-                        break
-                    self._send(self._segment, self._offset, data)
-                    self._offset += len(data)
-                    sent = True
-            finally:
-                os.close(fd)
-            if not has_next:
-                return sent
-            self._segment, self._offset = self._segment + 1, 0
+
+    def _is_followed(self) -> bool:
+        following = self._segment + 1
+        return os.path.exists(self._path(following)) or stub_for(self._folder, following) is not None
+
+    def _piece(self) -> Optional[bytes]:
+        """Returns what comes next in the segment, or None when it is not there.
+
+        Opened anew each time: while a slow controller is waited for, no removed segment keeps its room.
+        """
+        try:
+            fd = os.open(self._path(self._segment), os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        try:
+            return os.pread(fd, PIECE_BYTES, self._offset)
+        finally:
+            os.close(fd)
 
     def follow(self, is_alive: Callable[[], bool], idle: Callable[[], None], watch: Watch) -> None:
         """Sends until the run has ended and everything is sent, or the controller has gone."""

@@ -4,11 +4,13 @@ Standard library only: these tests also run on a bare Python 3.8 (``python3.8 -m
 tests/supervisor -t .``). The interpreter under test is the one that runs the tests.
 """
 
+import base64
 import contextlib
 import glob
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,12 +19,15 @@ import tempfile
 import textwrap
 import time
 import unittest
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
-from orchestrator.supervisor import bootstrap, processes, store, wire
+from orchestrator.supervisor import bootstrap, cgroups, processes, store, wire
 
 LOADER = "import sys;i=sys.stdin.buffer;g={};exec(i.read(int(i.readline())),g);g['main'](i)"
 WAIT_S = 30.0
+MOST_S = 120  # a test that waits for what never comes fails
+NEEDS_ROOT = unittest.skipUnless(os.geteuid() == 0, "a mount namespace needs root")
+WITHOUT_CGROUPS = ("unshare", "-m", "sh", "-c", 'mount -t tmpfs none /sys/fs/cgroup && exec "$@"', "sh")
 
 
 def sources() -> Dict[str, str]:
@@ -37,9 +42,15 @@ def sources() -> Dict[str, str]:
 class Talk:
     """One conversation: a process, its frames."""
 
-    def __init__(self, root: str, request: Dict[str, Any], env: Optional[Dict[str, str]] = None) -> None:
+    def __init__(
+        self,
+        root: str,
+        request: Dict[str, Any],
+        env: Optional[Dict[str, str]] = None,
+        prefix: Sequence[str] = (),
+    ) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", LOADER],
+            [*prefix, sys.executable, "-I", "-S", "-c", LOADER],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -85,6 +96,9 @@ class Talk:
             if "segment" in header:
                 yield header["segment"], header["offset"], body
 
+    def follow(self) -> "Following":
+        return Following(self.pieces())
+
     def close(self) -> int:
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
@@ -93,10 +107,38 @@ class Talk:
         return self.process.wait(WAIT_S)
 
 
+class Following:
+    """A run's records, read as far as a test needs them."""
+
+    def __init__(self, pieces: Iterator[Tuple[int, int, bytes]]) -> None:
+        self._pieces = pieces
+        self._data = b""
+
+    def until_printed(self, *words: bytes) -> None:
+        while not all(printed(self._data, word) for word in words):
+            self._data += next(self._pieces)[2]
+
+    def until(self, kind: str) -> Dict[str, Any]:
+        while True:
+            whole = self._data.rpartition(b"\n")[0].splitlines()
+            found = of_kind([json.loads(line) for line in whole], kind)
+            if found:
+                return found[0]
+            self._data += next(self._pieces)[2]
+
+    def rest(self) -> List[Dict[str, Any]]:
+        """Reads to the end; returns all records."""
+        self._data += b"".join(piece for _, _, piece in self._pieces)
+        return [json.loads(line) for line in self._data.splitlines()]
+
+
 class HostCase(unittest.TestCase):
     """Gives each test a root of its own, and ends what a test leaves running."""
 
     def setUp(self) -> None:
+        signal.signal(signal.SIGALRM, _too_long)
+        signal.alarm(MOST_S)
+        self.addCleanup(signal.alarm, 0)
         self.base = tempfile.mkdtemp(prefix="orch 'test' ")
         self.root = os.path.join(self.base, "root")
         self.addCleanup(shutil.rmtree, self.base, True)
@@ -106,13 +148,16 @@ class HostCase(unittest.TestCase):
 
     def end_all(self) -> None:
         for run_id in self.run_ids:
-            left = processes.members(run_id)
             state = self.state(run_id)
+            cgroup = cgroups.checked(state.get("cgroup"), run_id)
+            left = processes.members(run_id, in_cgroup=cgroups.pids(cgroup))
             supervisor = processes.look(state["identity"]["pid"]) if state else None
             if supervisor is not None and supervisor.started == state["identity"]["started"]:
                 left.append(supervisor)
             processes.send_signal(left, signal.SIGKILL)
+            cgroups.kill(cgroup)
             processes.wait_for_end(left, 5.0)
+            cgroups.remove(cgroup)
 
     def state(self, run_id: str) -> Dict[str, Any]:
         path = self.path(run_id, "state.json")
@@ -150,17 +195,27 @@ class HostCase(unittest.TestCase):
         self.run_ids.append(str(job["run_id"]))
         return job, entries, {sha256: data, hashlib.sha256(b"").hexdigest(): b""}
 
-    def talk(self, request: Dict[str, Any], env: Optional[Dict[str, str]] = None) -> Talk:
-        talk = Talk(self.root, request, env)
+    def talk(
+        self,
+        request: Dict[str, Any],
+        env: Optional[Dict[str, str]] = None,
+        prefix: Sequence[str] = (),
+    ) -> Talk:
+        talk = Talk(self.root, request, env, prefix)
         self.addCleanup(talk.close)
         return talk
 
     def start(
-        self, code: str, follow: bool = True, host_env: Optional[Dict[str, str]] = None, **changes: Any
+        self,
+        code: str,
+        follow: bool = True,
+        host_env: Optional[Dict[str, str]] = None,
+        prefix: Sequence[str] = (),
+        **changes: Any,
     ) -> Talk:
         """Starts a run and returns its conversation, the answer read."""
         job, entries, objects = self.job(code, **changes)
-        return self.start_job(job, entries, objects, follow, host_env)
+        return self.start_job(job, entries, objects, follow, host_env, prefix)
 
     def start_job(
         self,
@@ -169,9 +224,10 @@ class HostCase(unittest.TestCase):
         objects: Dict[str, bytes],
         follow: bool = True,
         env: Optional[Dict[str, str]] = None,
+        prefix: Sequence[str] = (),
     ) -> Talk:
         cursor = {"segment": 0, "offset": 0} if follow else None
-        talk = self.talk({"op": "start", "job": job, "entries": entries, "cursor": cursor}, env)
+        talk = self.talk({"op": "start", "job": job, "entries": entries, "cursor": cursor}, env, prefix)
         talk.need = talk.header()
         for sha256 in talk.need.get("need", []):
             talk.send_raw(wire.pack({"object": sha256}, objects[sha256]))
@@ -187,6 +243,21 @@ class HostCase(unittest.TestCase):
         """Runs ``code`` to its end."""
         return self.records(self.start(code, **changes))
 
+    def stop(self, run_id: str, grace_s: Optional[float] = None) -> Dict[str, Any]:
+        """Asks for a run's end; returns the answer."""
+        return self.talk({"op": "stop", "run": run_id, "grace_s": grace_s}).header()
+
+    def standing(self, run_id: str) -> Dict[str, Any]:
+        """Returns what the host says of a run."""
+        found: Dict[str, Any] = self.talk({"op": "status", "runs": [run_id]}).header()["runs"][run_id]
+        return found
+
+    def supervisor(self, run_id: str) -> int:
+        """Returns the pid of a run's supervisor."""
+        pid: int = self.state(run_id)["identity"]["pid"]
+        assert pid > 1
+        return pid
+
     def wait_for(self, what: str, is_so: Any) -> None:
         end = time.monotonic() + WAIT_S
         while not is_so():
@@ -195,6 +266,26 @@ class HostCase(unittest.TestCase):
             time.sleep(0.02)
 
 
+def _too_long(*_: Any) -> None:
+    raise AssertionError("the test took longer than %d s" % MOST_S)
+
+
 def of_kind(records: List[Dict[str, Any]], kind: str) -> List[Dict[str, Any]]:
     """Returns the records of one kind."""
     return [record for record in records if record["kind"] == kind]
+
+
+def stream_bytes(records: List[Dict[str, Any]], stream: str) -> bytes:
+    """Puts one stream together again, checking that offsets and line counts say where each chunk belongs."""
+    data = b""
+    for record in of_kind(records, "out"):
+        if record["stream"] == stream:
+            assert record["off"] == len(data), (record["off"], len(data))
+            assert record["line"] == data.count(b"\n")
+            data += record["text"].encode() if "text" in record else base64.b64decode(record["b64"])
+    return data
+
+
+def printed(records: bytes, word: bytes) -> bool:
+    """Tells whether the payload's own output, and nothing else in the records, holds ``word``."""
+    return re.search(rb'"text":"[^"]*' + word, records) is not None

@@ -1,6 +1,5 @@
 """What a supervisor does with real payloads: records, environment, endings."""
 
-import base64
 import hashlib
 import json
 import os
@@ -15,23 +14,7 @@ from typing import Any, Dict, List
 
 from orchestrator.supervisor import processes, store, wire
 from orchestrator.supervisor.seals import SealChecker
-from tests.supervisor.host import HostCase, of_kind
-
-
-def stream_bytes(records: List[Dict[str, Any]], stream: str) -> bytes:
-    """Puts one stream together again, checking that offsets and line counts say where each chunk belongs."""
-    data = b""
-    for record in of_kind(records, "out"):
-        if record["stream"] == stream:
-            assert record["off"] == len(data), (record["off"], len(data))
-            assert record["line"] == data.count(b"\n")
-            data += record["text"].encode() if "text" in record else base64.b64decode(record["b64"])
-    return data
-
-
-def printed(records: bytes, word: bytes) -> bool:
-    """Tells whether the payload's own output, and nothing else in the records, holds ``word``."""
-    return re.search(rb'"text":"[^"]*' + word, records) is not None
+from tests.supervisor.host import HostCase, of_kind, printed, stream_bytes
 
 
 class OutputTest(HostCase):
@@ -481,9 +464,9 @@ class EndingTest(HostCase):
 
 class KilledSupervisorTest(HostCase):
     CODE = """
-        import subprocess, time
+        import os, subprocess, time
         subprocess.Popen(["sleep", "100"], start_new_session=True)
-        print("up", flush=True)
+        os.write(1, b"up\\n")  # in one piece: its other end is about to go
         time.sleep(100)
         """
 
@@ -628,6 +611,16 @@ class StartTest(HostCase):
         self.assertEqual(talk.header()["runs"]["nothing"]["exists"], False)
         talk = self.talk({"op": "status", "runs": []})
         self.assertEqual(talk.hello["supervisor"], True)
+
+    def test_the_host_says_what_time_it_is_once_for_each_frame(self) -> None:
+        before = time.time()
+        talk = self.talk({"op": "clock", "trips": 3})
+        self.assertTrue(before <= talk.hello["hello"]["t"] <= time.time())
+        for _ in range(3):
+            asked_t = time.time()
+            talk.send_raw(wire.pack({"clock": True}))
+            self.assertTrue(asked_t <= talk.header()["t"] <= time.time())
+        self.assertEqual(talk.close(), 0)
 
     def test_an_unknown_run_and_a_run_id_that_is_a_path_are_refused(self) -> None:
         talk = self.talk(
