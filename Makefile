@@ -1,7 +1,7 @@
 # Every target works in a fresh clone; paths stay relative, so the checkout's own path may hold spaces.
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format clean
+.PHONY: help venv demo test faults bench lint format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' Makefile
@@ -13,9 +13,17 @@ demo: venv  ## run the out-of-memory probe on this machine's CPU, to a printed v
 	.venv/bin/orch run experiments/oom_probe.yaml --host local --profile cpu
 
 test:  ## run the whole suite, the supervisor's tests on Python 3.8 too
-	@tools/setup.sh openssh-server
+	@tools/setup.sh openssh-server faketime
 	@tools/supervisor-tests.sh
 	.venv/bin/python -m pytest
+
+faults:  ## put in every fault there is, not a few of each kind (an hour)
+	@tools/setup.sh openssh-server faketime
+	ORCH_FAULTS=all .venv/bin/python -m pytest tests/faults
+
+bench:  ## measure orch beside plain tools, in at most 10 minutes, and compare with what it must reach
+	@tools/setup.sh openssh-server
+	.venv/bin/python -m benchmarks
 
 lint: venv  ## check style, format, types and import layering
 	.venv/bin/python -m ruff check

@@ -15,13 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
-
 from orchestrator import yaml_source
 from orchestrator.errors import UnknownName, UsageError
 from orchestrator.fields import Secret, parse_variable
+from orchestrator.strict_model import Range
 from orchestrator.text import check_name, check_text, did_you_mean, printable
-from orchestrator.yaml_source import Source, StrictModel
+from orchestrator.yaml_source import Field, Source, StrictModel
 
 __all__ = ["INVENTORY_NAME", "Host", "Inventory", "find_inventory", "load_inventory"]
 
@@ -115,7 +114,7 @@ def load_inventory(path: Path) -> Inventory:
 class _Entry(StrictModel):
     transport: Literal["local", "ssh"]
     address: str | None = None
-    port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    port: Annotated[int, Range(least=1, most=65535)] | None = None
     user: str | None = None
     identity: str | None = None
     host_key: str | None = None

@@ -17,31 +17,22 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin
+from typing import Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from orchestrator.errors import ConfigError, UsageError
-from orchestrator.text import did_you_mean, printable, quoted
+from orchestrator.strict_model import Field, Key, Keys, StrictModel, kind_of
+from orchestrator.text import printable, quoted
 
-__all__ = ["Key", "Source", "StrictModel", "load", "parse_value"]
+__all__ = ["Field", "Key", "Source", "StrictModel", "load", "parse_value"]
 
-Key = str | int
-Keys = tuple[Key, ...]
-_Model = TypeVar("_Model", bound=BaseModel)
+_Model = TypeVar("_Model", bound=StrictModel)
 
 _MAX_FILE_BYTES = 256 * 1024
 _MAX_NODES = 20_000
 _MAX_DEPTH = 50
-
-
-class StrictModel(BaseModel):
-    """A model that converts nothing and refuses keys that it does not know."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,17 +49,14 @@ class Source:
         Raises:
             ConfigError: the first thing that does not fit, at its line.
         """
-        try:
-            return model.model_validate(self.data)
-        except ValidationError as error:
-            # A misspelt key is also a missing one: the spelling is the better message.
-            first = min(error.errors(include_url=False), key=lambda found: found["type"] != "extra_forbidden")
-        keys: Keys = first["loc"]
-        if first["type"] == "extra_forbidden":
-            raise self._unknown_key(model, keys)
-        if first["type"] == "missing":
-            raise self.error("is missing", *keys)
-        raise self.error(_sentence(first["msg"], first["input"]), *keys)
+        checked = model.check(self.data)
+        if not isinstance(checked, list):
+            return checked
+        # A misspelt key is also a missing one: the spelling is the better message.
+        first = min(checked, key=lambda problem: not problem.is_key)
+        if first.is_key:
+            raise self._key_error(first.message, first.keys)
+        raise self.error(first.message, *first.keys)
 
     def error(self, message: str, *keys: Key) -> ConfigError:
         """Returns an error about the value at ``keys``, or about the nearest one around it that exists."""
@@ -102,12 +90,6 @@ class Source:
             keys = keys[:-1]
         return self._lines[keys].value
 
-    def _unknown_key(self, model: type[BaseModel], keys: Keys) -> ConfigError:
-        *around, key = keys
-        known = list(_model_at(model, around).model_fields)
-        hint = did_you_mean(str(key), known) or f"; known are {', '.join(known)}"
-        return self._key_error(f"unknown key {quoted(key)}{hint}", keys)
-
     def _key_error(self, message: str, keys: Keys) -> ConfigError:
         where = f"{_dotted(keys[:-1])}: " if len(keys) > 1 else ""
         return ConfigError(f"{where}{message}", file=self.path, line=self._lines[keys].key)
@@ -122,7 +104,7 @@ def load(path: Path) -> Source:
     reader = _Reader(_read(path), path)
     data = reader.read()
     if not isinstance(data, dict):
-        raise ConfigError(f"must be a mapping (key: value), not {_kind(data)}", file=path, line=1)
+        raise ConfigError(f"must be a mapping (key: value), not {kind_of(data)}", file=path, line=1)
     return Source(path=path, data=data, _lines=reader.lines)
 
 
@@ -318,43 +300,3 @@ def _dotted(keys: Keys) -> str:
             shown = key if re.fullmatch(r"[A-Za-z0-9_-]{1,98}", key) else quoted(key)
             text += f".{shown}" if text else shown
     return text
-
-
-def _kind(value: object) -> str:
-    names = {dict: "a mapping", list: "a list", str: "text", bool: "a boolean", type(None): "empty"}
-    return names.get(type(value), "a number")
-
-
-def _sentence(message: str, value: object) -> str:
-    """Rewords pydantic's message; a value is shown only where it should be one of a few words: elsewhere it
-    may be a secret.
-    """
-    wanted = (
-        message.removeprefix("Input should be ").replace("valid dictionary", "mapping").replace("valid ", "")
-    )
-    wanted = (
-        re.sub(r" or instance of \w+", "", wanted)
-        .replace("a string", "text")
-        .replace("a integer", "an integer")
-    )
-    words = re.findall(r"'([^']+)'", message)
-    if words and isinstance(value, str):
-        return f"must be {wanted}, not {quoted(value)}{did_you_mean(value, words)}"
-    if wanted.startswith(("less than", "greater than")):  # the kind is right
-        return f"must be {wanted}"
-    return f"must be {wanted}, not {_kind(value)}"
-
-
-def _model_at(model: type[BaseModel], keys: list[Key]) -> type[BaseModel]:
-    """Returns the model that stands at ``keys`` below ``model``."""
-    annotation: Any = model
-    for key in keys:
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            annotation = annotation.model_fields[str(key)].annotation
-            if get_origin(annotation) in (Union, UnionType):
-                annotation = next(arg for arg in get_args(annotation) if arg is not type(None))
-        else:  # dict[str, X] or list[X]
-            annotation = get_args(annotation)[-1]
-    assert isinstance(annotation, type)
-    assert issubclass(annotation, BaseModel)
-    return annotation

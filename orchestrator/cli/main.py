@@ -10,6 +10,7 @@ on).
 from __future__ import annotations
 
 import errno
+import gc
 import importlib
 import os
 import sys
@@ -25,20 +26,29 @@ from orchestrator.text import did_you_mean, printable
 class _Entry(NamedTuple):
     module: str
     summary: str
+    function: str | None = None  # where a command's name is none for a function
 
 
 COMMANDS = {
-    "run": _Entry("run", "Run an experiment on a host, follow it, end with a verdict."),
+    "run": _Entry("run", "Run an experiment or a script on hosts, follow it, end with a verdict."),
+    "exec": _Entry("execute", "Run any command on a host as a run; nothing is sent.", "execute"),
     "rerun": _Entry("run", "Run the same code and job once more, as a new run."),
     "logs": _Entry("logs", "Show a run's output, every line with its source."),
-    "ps": _Entry("inspect", "List runs, the newest first."),
+    "ps": _Entry("ps", "List runs, the newest first."),
     "show": _Entry("inspect", "Show what is known of a run."),
     "diff": _Entry("compare", "Show what differs between two runs."),
     "wait": _Entry("inspect", "Wait until a run has ended; exit like `orch run`."),
     "cancel": _Entry("inspect", "End a run and everything it started."),
     "verify": _Entry("verify", "Prove that a run's records and code are unaltered."),
+    "reconcile": _Entry("housekeeping", "Find out how every run whose end is not known stands."),
+    "gc": _Entry("housekeeping", "Remove what ended runs left on hosts and here."),
+    "ledger": _Entry("housekeeping", "Make the ledger anew from the runs' records."),
     "hosts": _Entry("inspect", "List the hosts of the inventory."),
 }
+
+
+CONNECTING = ("run", "exec", "rerun")
+"""Commands that need the host that they name in any case."""
 
 
 class LazyGroup(click.Group):
@@ -53,16 +63,23 @@ class LazyGroup(click.Group):
         entry = COMMANDS.get(cmd_name)
         if entry is None:
             return None
-        command = getattr(importlib.import_module(f"orchestrator.cli.{entry.module}"), cmd_name)
+        module = importlib.import_module(f"orchestrator.cli.{entry.module}")
+        command = getattr(module, entry.function or cmd_name)
         assert isinstance(command, click.Command)
+        gc.freeze()
+        gc.enable()
         return command
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Names what is near to a command that does not exist."""
+        """Names what is near to a command that does not exist; the host's part of a log-in begins here."""
         if args and args[0] not in COMMANDS:
             raise click.UsageError(f"no command {args[0]!r}{did_you_mean(args[0], COMMANDS)}")
+        if args and args[0] in CONNECTING:
+            from orchestrator.cli.early import connect_early  # noqa: PLC0415
+
+            connect_early(args[0], args[1:])
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
@@ -83,6 +100,7 @@ def cli() -> None:
 
 def main() -> NoReturn:
     """Runs the command line; the only place where errors become exit codes."""
+    gc.disable()  # until the command is imported: all of it stays, and to look for garbage there takes time
     _prepare_streams()
     try:
         code = cli.main(standalone_mode=False)
@@ -105,6 +123,9 @@ def main() -> NoReturn:
             raise
         leave_stdout()
         _fail(f"cannot write the output: {error}", StorageError.exit_code)
+    finally:
+        if "orchestrator.transports" in sys.modules:
+            sys.modules["orchestrator.transports"].drop_early()
     sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import IO
-
-from rich.console import Console, RenderableType
+from typing import IO, TYPE_CHECKING
 
 from orchestrator.text import printable
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType  # a log's first line does not wait for tables to be imported
 
 WIDE = 10_000
 _WIPE = "\r\x1b[K"
@@ -27,14 +28,23 @@ class Screen:
 
     def __init__(self, *, lines_to_stderr: bool = False) -> None:
         self._lines: IO[str] = sys.stderr if lines_to_stderr else sys.stdout
-        self._has_status = sys.stderr.isatty() and self._lines.isatty()
+        self._is_terminal = self._lines.isatty()
+        self._has_status = sys.stderr.isatty() and self._is_terminal
         self._status = ""
-        self.colour = self._lines.isatty() and "NO_COLOR" not in os.environ
+        self.colour = self._is_terminal and "NO_COLOR" not in os.environ
+
+    @property
+    def columns(self) -> int | None:
+        """The width of the terminal that lines go to, as it is now; None where they go elsewhere."""
+        return os.get_terminal_size(self._lines.fileno()).columns if self._is_terminal else None
 
     def line(self, text: str) -> None:
-        """Writes one line of a log; ``text`` has been made safe by its view."""
-        self._wipe()
-        self._lines.write(text + "\n")
+        """Writes one line of a log; ``text`` has been made safe by its view.
+
+        On a terminal it takes the place of whatever status line stands there, also another command's.
+        """
+        self._status = ""
+        self._lines.write(f"{_WIPE}{text}\n" if self._has_status else f"{text}\n")
 
     def note(self, text: str) -> None:
         """Writes one line about the command's own doings, to standard error."""
@@ -69,6 +79,8 @@ class Screen:
 
 def show(renderable: RenderableType) -> None:
     """Writes a table to standard output: cut to a terminal's width, or whole and without trailing spaces."""
+    from rich.console import Console  # noqa: PLC0415
+
     console = Console(markup=False, highlight=False, emoji=False)
     if console.is_terminal:
         console.print(renderable)

@@ -6,13 +6,19 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 from orchestrator.inventory import Host
+from orchestrator.transports import early
 from orchestrator.transports.base import Channel, Transport
+from orchestrator.transports.slim_import import without_mock
 
-__all__ = ["Channel", "Transport", "connect"]
+__all__ = ["Channel", "Transport", "connect", "connect_early", "drop_early"]
+
+CONNECT_TIMEOUT_S = 15.0
 
 
-def connect(host: Host, *, connect_timeout_s: float = 15.0) -> Transport:
+def connect(host: Host, *, connect_timeout_s: float = CONNECT_TIMEOUT_S) -> Transport:
     """Returns an open transport to ``host``; raises a `HostError` that says what to do next.
 
     ``connect_timeout_s`` bounds the whole way there: every jump host, every retry, the log-in.
@@ -21,7 +27,32 @@ def connect(host: Host, *, connect_timeout_s: float = 15.0) -> Transport:
         from orchestrator.transports.local import LocalTransport  # noqa: PLC0415
 
         return LocalTransport(host)
-    # fabric and paramiko take a quarter of a second to import: only for those who need them.
-    from orchestrator.transports.ssh import SshTransport  # noqa: PLC0415
+    return early.taken(host) or _connect_ssh(host, connect_timeout_s)
 
-    return SshTransport(host, connect_timeout_s=connect_timeout_s)
+
+def connect_early(host: Host) -> None:
+    """Begins to connect to ``host`` in the background; the first `connect` to it takes the result.
+
+    What connecting needs is imported before: two threads that import take twice as long, and only waiting
+    for the host can be done beside something else.
+    """
+    if host.transport == "ssh":
+        _import_ssh()
+        early.begin(host, lambda: _connect_ssh(host, CONNECT_TIMEOUT_S))
+
+
+def drop_early() -> None:
+    """Closes what was begun and not taken."""
+    early.drop()
+
+
+def _connect_ssh(host: Host, timeout_s: float) -> Transport:
+    transport: Transport = _import_ssh().SshTransport(host, connect_timeout_s=timeout_s)
+    return transport
+
+
+def _import_ssh() -> ModuleType:
+    # fabric and paramiko take a fifth of a second to import: only for those who need them.
+    with without_mock():
+        from orchestrator.transports import ssh  # noqa: PLC0415
+    return ssh

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 from contextlib import suppress
 from typing import Any
@@ -20,6 +21,7 @@ import paramiko
 
 from orchestrator.errors import Unreachable
 from orchestrator.text import printable
+from orchestrator.transports.eager_auth import auth_publickey
 from orchestrator.transports.host_keys import HostKeyPolicy
 from orchestrator.transports.identities import Identities
 from orchestrator.transports.ssh_errors import FOREIGN_ERRORS, translate
@@ -255,12 +257,19 @@ def _status_of_signal(name: str) -> int:
 
 
 class _Transport(paramiko.Transport):
-    """paramiko's connection thread, which also learns of the signal that ended a program."""
+    """paramiko's connection thread, which logs in eagerly and learns of the signal that ended a program."""
 
     _channel_handler_table = {  # noqa: RUF012  # paramiko's own class attribute
         **paramiko.Transport._channel_handler_table,  # type: ignore[attr-defined]  # noqa: SLF001  # private
         paramiko.common.MSG_CHANNEL_REQUEST: _handle_request,
     }
+
+    def auth_publickey(
+        self, username: str, key: paramiko.PKey, event: threading.Event | None = None
+    ) -> list[str]:
+        """Logs in, a round trip sooner than paramiko does."""
+        assert event is None, "nobody here waits by an event"
+        return auth_publickey(self, username, key)
 
     def run(self) -> None:
         """Serves the connection; the end of a tunnel under it is no traceback on the terminal."""
