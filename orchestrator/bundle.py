@@ -1,18 +1,7 @@
-"""A payload folder as content: which files are shipped, and under which id.
+"""What is shipped as content: a payload's folder, one script or nothing, and under which id.
 
-Knows the rules below and the object store beside the inventory. Asking git is provenance's business, sending
-a bundle is remote's. All below the payload's folder is shipped as ``<payload>/…``; .gitignore is not asked.
-
-========================================================  =================================================
-folders of version control (`VCS_NAMES`)                  excluded
-caches and byte code (`CACHE_PATTERNS`)                   excluded
-virtual environments (a folder with pyvenv.cfg)           excluded
-what looks like a secret (`SECRET_PATTERNS`)              excluded
-a symlink to a shipped file of the same payload           shipped as that file's content
-any other symlink, a socket, a fifo, a device             refused
-a file over 256 MiB, more than 1 GiB in all               refused: data belongs on the host
-a name that is not UTF-8, a file that cannot be read      refused
-========================================================  =================================================
+Knows the object store beside the inventory. Which files are shipped is payload_files' business, asking git
+provenance's, sending a bundle remote's.
 
 A bundle's id is the SHA-256 of its manifest: canonical JSON of path, mode (0644 or 0755), size and SHA-256 of
 each file. The bytes that were hashed are the bytes that were stored, whatever happens to the file meanwhile.
@@ -25,67 +14,29 @@ import hashlib
 import json
 import os
 import re
-import stat
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from io import BufferedReader
 from pathlib import Path
 
 from orchestrator.errors import PayloadRefused, StorageError, UnknownName
+from orchestrator.payload_files import EXCLUDED, ShippedFile, check_sizes, find_files, is_excluded, read_file
 from orchestrator.provenance import Provenance, ask_git
 from orchestrator.text import check_name, did_you_mean, printable
 
 __all__ = [
-    "CACHE_PATTERNS",
-    "MAX_FILE_BYTES",
-    "MAX_TOTAL_BYTES",
-    "SECRET_PATTERNS",
-    "VCS_NAMES",
     "Bundle",
     "Entry",
     "ObjectStore",
     "Provenance",
     "build_bundle",
+    "build_script_bundle",
+    "empty_bundle",
     "find_payload",
 ]
 
-MAX_FILE_BYTES = 256 * 1024**2
-MAX_TOTAL_BYTES = 1024**3
-
-VCS_NAMES = (".git", ".hg", ".svn", ".bzr", ".jj")
-CACHE_PATTERNS = (
-    "__pycache__",
-    "*.py[co]",
-    ".orch",
-    ".mypy_cache",
-    ".pytest_cache",
-    ".ruff_cache",
-    ".hypothesis",
-    ".import_linter_cache",
-    ".ipynb_checkpoints",
-    ".tox",
-    ".nox",
-    ".ds_store",
-)
-SECRET_PATTERNS = (
-    ".env",
-    ".env.*",
-    "*.pem",
-    "*.key",
-    "id_rsa*",
-    "id_dsa*",
-    "id_ecdsa*",
-    "id_ed25519*",
-    ".netrc",
-    ".ssh",
-    ".aws",
-    ".gnupg",
-)
-"""Patterns are compared with the name in lower case."""
-
-_EXCLUDED = (*VCS_NAMES, *CACHE_PATTERNS, *SECRET_PATTERNS)
 _MANIFEST_VERSION = 1
 
 
@@ -149,13 +100,13 @@ def build_bundle(payload_dir: Path, store: ObjectStore) -> Bundle:
         StorageError: the store cannot be written.
     """
     name = check_name("payload", payload_dir.name)
-    found = _walk(payload_dir, name)
+    found = find_files(payload_dir, name)
     if not found.files:
         raise PayloadRefused(f"payload {name!r} holds no file to ship")
-    _check_sizes(found.files)
+    check_sizes(found.files)
     entries: list[Entry] = []
     for file in found.files:
-        data, mode = _read(file)
+        data, mode = read_file(file)
         entries.append(Entry(path=file.path, mode=mode, size_bytes=len(data), sha256=store.put(data)))
     shipped = tuple(sorted(entries, key=lambda entry: entry.path))
     bundle = Bundle(
@@ -167,6 +118,37 @@ def build_bundle(payload_dir: Path, store: ObjectStore) -> Bundle:
     )
     store.save_manifest(bundle)
     return bundle
+
+
+def build_script_bundle(script: Path, store: ObjectStore) -> Bundle:
+    """Returns what a run of one file ships: that file alone, under its own name.
+
+    Raises:
+        PayloadRefused: it is no file, cannot be read, is too large, or looks like a secret by its name.
+        StorageError: the store cannot be written.
+    """
+    if is_excluded(script.name):
+        raise PayloadRefused(f"{printable(str(script))}: a file of this name is never shipped: rename it")
+    try:
+        source = script.resolve(strict=True)
+        size_bytes = source.stat().st_size
+        script.name.encode()
+    except (OSError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise PayloadRefused(f"{printable(str(script))}: cannot be read: {reason}") from error
+    except UnicodeEncodeError:
+        raise PayloadRefused(f"{printable(str(script))}: the name is not UTF-8: rename it") from None
+    data, mode = read_file(ShippedFile(path=script.name, source=source, size_bytes=size_bytes))
+    entry = Entry(path=script.name, mode=mode, size_bytes=len(data), sha256=store.put(data))
+    provenance, diff = ask_git(
+        source.parent, shipped=[source.name], excluded=(), within=f":(literal){source.name}"
+    )
+    return _stored((entry,), store, replace(provenance, diff_sha256=store.put(diff)) if diff else provenance)
+
+
+def empty_bundle(store: ObjectStore) -> Bundle:
+    """Returns the bundle that ships nothing."""
+    return _stored((), store, Provenance())
 
 
 class ObjectStore:
@@ -252,7 +234,9 @@ class ObjectStore:
 
     def _write(self, path: Path, data: bytes) -> None:
         try:
-            if path.is_file() and path.stat().st_size == len(data):  # a crash can leave an empty file
+            # a crash can leave an empty file
+            if path.is_file() and (known := path.stat()).st_size == len(data):
+                os.utime(path, ns=(time.time_ns(), known.st_mtime_ns))  # `orch gc` keeps what was just used
                 return
             _make_private(path.parent)
             _write_whole(path, data)
@@ -293,134 +277,18 @@ def _manifest(entries: Sequence[Entry]) -> bytes:
     return text.encode("ascii")
 
 
-def _provenance(folder: Path, files: Sequence[_File], store: ObjectStore) -> Provenance:
-    shipped = [file.path.partition("/")[2] for file in files]
-    provenance, diff = ask_git(folder, shipped=shipped, excluded=_EXCLUDED)
-    return replace(provenance, diff_sha256=store.put(diff)) if diff else provenance
-
-
-# Which files
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _File:
-    """A file to ship: ``path`` in the bundle, ``source`` where its bytes stand."""
-
-    path: str
-    source: Path
-    size_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Found:
-    files: list[_File]
-    excluded: list[str]
-
-
-def _walk(root: Path, name: str) -> _Found:
-    found = _Found(files=[], excluded=[])
-    real_root = root.resolve()
-    folders = [(real_root, name)]
-    while folders:
-        folder, prefix = folders.pop()
-        for item in _scan(folder, prefix):
-            path = f"{prefix}/{item.name}"
-            is_folder = item.is_dir(follow_symlinks=False)
-            if _is_excluded(item.name) or _is_virtual_environment(Path(item.path)):
-                found.excluded.append(f"{path}/" if is_folder else path)
-            elif is_folder:
-                folders.append((Path(item.path), path))
-            else:
-                found.files.append(_file(item, path, real_root))
-    return found
-
-
-def _scan(folder: Path, shown: str) -> Iterator[os.DirEntry[str]]:
-    try:
-        with os.scandir(folder) as items:
-            yield from items
-    except OSError as error:
-        raise PayloadRefused(f"{printable(shown)}: cannot be read: {error.strerror}") from error
-
-
-def _file(item: os.DirEntry[str], path: str, root: Path) -> _File:
-    try:
-        path.encode()
-    except UnicodeEncodeError:
-        raise PayloadRefused(f"{printable(path)}: the name is not UTF-8: rename it") from None
-    try:
-        source = _target(Path(item.path), path, root) if item.is_symlink() else Path(item.path)
-        status = source.lstat()
-    except OSError as error:
-        raise PayloadRefused(f"{printable(path)}: cannot be read: {error.strerror}") from error
-    if not stat.S_ISREG(status.st_mode):
-        raise PayloadRefused(f"{printable(path)}: neither a file nor a folder: remove it from the payload")
-    return _File(path=path, source=source, size_bytes=status.st_size)
-
-
-def _target(link: Path, path: str, root: Path) -> Path:
-    """Returns what a symlink stands for, if that would be shipped itself."""
-    try:
-        target = link.resolve(strict=True)
-    except (OSError, RuntimeError):
-        raise PayloadRefused(f"{printable(path)}: a symlink that leads nowhere: remove it") from None
-    shown = printable(str(target))
-    if not target.is_relative_to(root):
-        raise PayloadRefused(
-            f"{printable(path)}: a symlink out of the payload, to {shown}: copy the file instead"
-        )
-    if target.is_dir():
-        raise PayloadRefused(f"{printable(path)}: a symlink to a folder, {shown}: copy what it is needed for")
-    inside = target.relative_to(root)
-    if any(map(_is_excluded, inside.parts)) or any(map(_is_virtual_environment, _folders_of(inside, root))):
-        raise PayloadRefused(f"{printable(path)}: a symlink to {shown}, which is excluded itself: remove it")
-    return target
-
-
-def _folders_of(inside: Path, root: Path) -> Iterator[Path]:
-    return (root / folder for folder in inside.parents if folder.parts)
-
-
-def _is_excluded(name: str) -> bool:
-    lowered = name.lower()
-    return any(fnmatchcase(lowered, pattern) for pattern in _EXCLUDED)
-
-
-def _is_virtual_environment(folder: Path) -> bool:
-    return (folder / "pyvenv.cfg").is_file()
-
-
-def _check_sizes(files: Sequence[_File]) -> None:
-    for file in files:
-        if file.size_bytes > MAX_FILE_BYTES:
-            raise _too_large(file, file.size_bytes)
-    total_bytes = sum(file.size_bytes for file in files)
-    if total_bytes > MAX_TOTAL_BYTES:
-        largest = max(files, key=lambda file: file.size_bytes)
-        raise PayloadRefused(
-            f"it holds {total_bytes / 1024**3:.2f} GiB, more than {MAX_TOTAL_BYTES / 1024**3:g} GiB: "
-            f"keep data on the host; the largest file is {printable(largest.path)}"
-        )
-
-
-def _too_large(file: _File, size_bytes: int) -> PayloadRefused:
-    return PayloadRefused(
-        f"{printable(file.path)}: {size_bytes / 1024**2:.0f} MiB, more than {MAX_FILE_BYTES // 1024**2} MiB: "
-        "keep data on the host and name its path in params"
+def _stored(entries: tuple[Entry, ...], store: ObjectStore, provenance: Provenance) -> Bundle:
+    bundle = Bundle(
+        id=hashlib.sha256(_manifest(entries)).hexdigest(),
+        entries=entries,
+        size_bytes=sum(entry.size_bytes for entry in entries),
+        provenance=provenance,
     )
+    store.save_manifest(bundle)
+    return bundle
 
 
-def _read(file: _File) -> tuple[bytes, int]:
-    """Returns bytes and normalised mode; follows no link and waits for no fifo that took the file's place."""
-    try:
-        fd = os.open(file.source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(fd, "rb", buffering=0) as raw:
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode):
-                raise PayloadRefused(f"{printable(file.path)}: is no file any more: run again")
-            if status.st_size > MAX_FILE_BYTES:
-                raise _too_large(file, status.st_size)
-            data = raw.read()
-    except OSError as error:
-        raise PayloadRefused(f"{printable(file.path)}: cannot be read: {error.strerror}") from error
-    return data, 0o755 if status.st_mode & stat.S_IXUSR else 0o644
+def _provenance(folder: Path, files: Sequence[ShippedFile], store: ObjectStore) -> Provenance:
+    shipped = [file.path.partition("/")[2] for file in files]
+    provenance, diff = ask_git(folder, shipped=shipped, excluded=EXCLUDED)
+    return replace(provenance, diff_sha256=store.put(diff)) if diff else provenance

@@ -4,21 +4,20 @@ Knows the file's form, how a profile and ``--set`` change it, and what may be ex
 is checked when the file is loaded, chosen or not. What the parameters mean is the payload's business.
 
 A profile changes what it names: ``params``, ``env``, ``alloc_conf`` (as a mapping) and ``expect.metrics`` key
-by key, everything else as a whole. It can only change parameters that the experiment declares, as ``--set``
-can: a misspelt one is an error, not a new parameter.
+by key, everything else as a whole; a metric that is null has no bounds any more. Parameters that the
+experiment does not declare can be neither set nor varied. A matrix makes cases: experiments that differ in
+what it varies, laid over the chosen profile.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import Field
-
-from orchestrator import yaml_source
+from orchestrator import parameters, yaml_source
 from orchestrator.allocator import AllocValue, parse_alloc_conf, parse_setting, render_alloc_conf
 from orchestrator.errors import UnknownName, UsageError
 from orchestrator.fields import (
@@ -27,12 +26,19 @@ from orchestrator.fields import (
     parse_device,
     parse_devices,
     parse_duration,
+    parse_grace,
+    parse_size,
     parse_variable,
 )
-from orchestrator.text import check_name, check_text, did_you_mean
-from orchestrator.yaml_source import Key, Source, StrictModel
+from orchestrator.matrix import Matrix, MatrixForm, Point, read_matrix
+from orchestrator.text import check_name, check_text, did_you_mean, quoted
+from orchestrator.yaml_source import Field, Key, Source, StrictModel
 
-__all__ = ["EXPECTABLE", "Bounds", "Expectation", "Experiment", "load_experiment"]
+__all__ = ["EXPECTABLE", "GRACE_S", "Bounds", "Expectation", "Experiment", "load_experiment"]
+
+GRACE_S = 10.0
+ON_DISK_FULL = ("wait", "stop")
+LEAST_LOG_LIMIT_BYTES = 16 * 1024**2
 
 EXPECTABLE = ("ok", "unverified", "oom", "failed", "killed", "timeout", "cancelled", "refused", "mismatch")
 """The verdicts that an experiment can ask for."""
@@ -67,19 +73,47 @@ class Expectation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Experiment:
-    """What is run; ``name`` is the file's, ``module`` lies in ``payload``, no ``devices`` means no card."""
+    """What is run; ``name`` is the file's, no ``devices`` means no card.
+
+    The program is a ``module`` of ``payload``, a ``script`` (its path in what is shipped: the payload, or the
+    one file at ``path``) with ``args``, or a ``command``, an argument vector for which nothing is shipped.
+    ``case`` is the label of the matrix's case that it is; while there is a ``matrix`` it stands for many.
+    """
 
     name: str
     path: Path
-    payload: str
-    module: str
+    payload: str | None = None
+    module: str | None = None
+    script: str | None = None
+    args: tuple[str, ...] = ()
+    command: tuple[str, ...] = ()
     params: Mapping[str, Any] = field(default_factory=dict)
     env: Mapping[str, str | Secret] = field(default_factory=dict, repr=False)
     alloc_conf: str | None = None
     devices: tuple[str, ...] = ()
     timeout_s: float | None = None
+    grace_s: float = GRACE_S
+    on_disk_full: str = "wait"
+    log_limit_bytes: int | None = None
     expect: Expectation = field(default_factory=Expectation)
     profile: str | None = None
+    matrix: Matrix | None = None
+    case: str | None = None
+
+    def cases(self) -> tuple[Experiment, ...]:
+        """Returns one experiment for each point of the matrix, or itself where there is none."""
+        return (self,) if self.matrix is None else tuple(map(self._at, self.matrix.points()))
+
+    def _at(self, point: Point) -> Experiment:
+        params, env, alloc_conf = self.params, self.env, self.alloc_conf
+        for axis, value in point.values:
+            if axis.kind == "params":
+                params = parameters.with_value(params, axis.name, value)
+            elif axis.kind == "env":
+                env = {**env, axis.name: value}
+            else:
+                alloc_conf = value or None
+        return replace(self, params=params, env=env, alloc_conf=alloc_conf, matrix=None, case=point.label)
 
 
 def load_experiment(path: Path, *, profile: str | None = None, overrides: Sequence[str] = ()) -> Experiment:
@@ -107,18 +141,27 @@ def load_experiment(path: Path, *, profile: str | None = None, overrides: Sequen
             f"{name}: no profile {profile!r}; known are {known}{did_you_mean(profile, profiles)}"
         )
     chosen = base if profile is None else profiles[profile]
+    matrix = None
+    if document.matrix is not None:
+        matrix = read_matrix(
+            source, document.matrix, params=chosen.params, env=chosen.env, alloc_conf=chosen.alloc_conf
+        )
     return Experiment(
         name=name,
         path=path.absolute(),
         payload=document.payload,
         module=document.run,
-        params=_overridden(chosen.params, overrides),
+        params=parameters.overridden(chosen.params, overrides, matrix.varied_params if matrix else ()),
         env=chosen.env,
         alloc_conf=render_alloc_conf(chosen.alloc_conf) or None,
         devices=chosen.devices,
         timeout_s=chosen.timeout_s,
+        grace_s=chosen.grace_s,
+        on_disk_full=chosen.on_disk_full,
+        log_limit_bytes=chosen.log_limit_bytes,
         expect=chosen.expect,
         profile=profile,
+        matrix=matrix,
     )
 
 
@@ -132,7 +175,7 @@ class _Bounds(StrictModel):
 
 class _Expect(StrictModel):
     verdict: Any = "ok"
-    metrics: dict[str, _Bounds] = Field(default_factory=dict)
+    metrics: dict[str, _Bounds | None] = Field(default_factory=dict)
 
 
 class _Overlay(StrictModel):
@@ -141,12 +184,16 @@ class _Overlay(StrictModel):
     alloc_conf: Any = ""
     devices: Any = "none"
     timeout: Any = None
+    grace: Any = GRACE_S
+    on_disk_full: Any = "wait"
+    log_limit: Any = None
     expect: _Expect = _Expect()
 
 
 class _Document(_Overlay):
     payload: str
     run: str
+    matrix: MatrixForm | None = None
     profiles: dict[str, _Overlay] = Field(default_factory=dict)
 
 
@@ -159,11 +206,14 @@ class _Settings:
     alloc_conf: dict[str, AllocValue]
     devices: tuple[str, ...]
     timeout_s: float | None
+    grace_s: float
+    on_disk_full: str
+    log_limit_bytes: int | None
     expect: Expectation
 
 
 def _settings(source: Source, overlay: _Overlay, here: tuple[Key, ...]) -> _Settings:
-    for keys in _parameter_names(overlay.params):
+    for keys in parameters.parameter_names(overlay.params):
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_-]*", keys[-1]):
             raise source.error("use letters, digits, '_' and '-' in the name", *here, "params", *keys)
     env: dict[str, str | Secret] = {}
@@ -176,15 +226,11 @@ def _settings(source: Source, overlay: _Overlay, here: tuple[Key, ...]) -> _Sett
         alloc_conf=_alloc_conf(source, overlay.alloc_conf, (*here, "alloc_conf")),
         devices=_devices(source, overlay.devices, (*here, "devices")),
         timeout_s=_timeout_s(source, overlay.timeout, (*here, "timeout")),
+        grace_s=_grace_s(source, overlay.grace, (*here, "grace")),
+        on_disk_full=_on_disk_full(source, overlay.on_disk_full, (*here, "on_disk_full")),
+        log_limit_bytes=_log_limit_bytes(source, overlay.log_limit, (*here, "log_limit")),
         expect=_expectation(source, overlay.expect, (*here, "expect")),
     )
-
-
-def _parameter_names(params: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    for name, value in params.items():
-        yield (*prefix, name)
-        if isinstance(value, Mapping):
-            yield from _parameter_names(value, (*prefix, name))
 
 
 def _alloc_conf(source: Source, value: Any, here: tuple[Key, ...]) -> dict[str, AllocValue]:
@@ -210,6 +256,26 @@ def _timeout_s(source: Source, value: Any, here: tuple[Key, ...]) -> float | Non
         return None if value is None else parse_duration(value)
 
 
+def _grace_s(source: Source, value: Any, here: tuple[Key, ...]) -> float:
+    with source.at(*here):
+        return parse_grace(value)
+
+
+def _on_disk_full(source: Source, value: Any, here: tuple[Key, ...]) -> str:
+    if value not in ON_DISK_FULL:
+        hint = did_you_mean(str(value), ON_DISK_FULL)
+        raise source.error(f"must be {' or '.join(ON_DISK_FULL)}, not {quoted(value)}{hint}", *here)
+    return str(value)
+
+
+def _log_limit_bytes(source: Source, value: Any, here: tuple[Key, ...]) -> int | None:
+    with source.at(*here):
+        limit = None if value is None else parse_size(value)
+        if limit is not None and limit < LEAST_LOG_LIMIT_BYTES:
+            raise UsageError(f"must be at least {LEAST_LOG_LIMIT_BYTES // 1024**2}MiB")
+        return limit
+
+
 def _expectation(source: Source, expect: _Expect, here: tuple[Key, ...]) -> Expectation:
     is_list = isinstance(expect.verdict, list)
     given = expect.verdict if is_list else [expect.verdict]
@@ -220,31 +286,33 @@ def _expectation(source: Source, expect: _Expect, here: tuple[Key, ...]) -> Expe
             hint = did_you_mean(str(verdict), EXPECTABLE)
             text = f"{verdict!r} is no verdict to expect: use {', '.join(EXPECTABLE)}{hint}"
             raise source.error(text, *here, "verdict", *([position] if is_list else []))
+    metrics = {}
     for name, bounds in expect.metrics.items():
         with source.at_key(*here, "metrics", name):
             check_text("a metric's name", name)
-        with source.at(*here, "metrics", name):
-            _check_bounds(bounds)
-    metrics = {name: Bounds(min=bounds.min, max=bounds.max) for name, bounds in expect.metrics.items()}
+        if bounds is not None:
+            with source.at(*here, "metrics", name):
+                metrics[name] = _checked_bounds(bounds)
     return Expectation(verdicts=tuple(dict.fromkeys(given)), metrics=metrics)
 
 
-def _check_bounds(bounds: _Bounds) -> None:
+def _checked_bounds(bounds: _Bounds) -> Bounds:
     if bounds.min is None and bounds.max is None:
         raise UsageError("must have a min, a max or both")
     if bounds.min is not None and bounds.max is not None and bounds.min > bounds.max:
         raise UsageError(f"min {bounds.min:g} is above max {bounds.max:g}: nothing lies between")
+    return Bounds(min=bounds.min, max=bounds.max)
 
 
-# Profiles and overrides
+# Profiles
 
 
 def _overlaid(source: Source, base: _Settings, overlay: _Overlay, here: tuple[Key, ...]) -> _Settings:
     with source.at_key(*here):
         check_name("profile", str(here[-1]))
     own = _settings(source, overlay, here)
-    for keys in _undeclared(base.params, own.params):
-        hint = did_you_mean(keys[-1], _siblings(base.params, keys))
+    for keys in parameters.undeclared(base.params, own.params):
+        hint = did_you_mean(keys[-1], parameters.siblings(base.params, keys))
         raise source.error(f"is not declared in the experiment's params{hint}", *here, "params", *keys)
     given = overlay.model_fields_set
     alloc_conf = base.alloc_conf
@@ -255,72 +323,23 @@ def _overlaid(source: Source, base: _Settings, overlay: _Overlay, here: tuple[Ke
                 own.alloc_conf if is_whole else {**base.alloc_conf, **own.alloc_conf}
             )
     return _Settings(
-        params=_merged(base.params, own.params),
+        params=parameters.merged(base.params, own.params),
         env={**base.env, **own.env},
         alloc_conf=alloc_conf,
         devices=own.devices if "devices" in given else base.devices,
         timeout_s=own.timeout_s if "timeout" in given else base.timeout_s,
+        grace_s=own.grace_s if "grace" in given else base.grace_s,
+        on_disk_full=own.on_disk_full if "on_disk_full" in given else base.on_disk_full,
+        log_limit_bytes=own.log_limit_bytes if "log_limit" in given else base.log_limit_bytes,
         expect=replace(
             base.expect,
             verdicts=own.expect.verdicts
             if "verdict" in overlay.expect.model_fields_set
             else base.expect.verdicts,
-            metrics={**base.expect.metrics, **own.expect.metrics},
+            metrics={
+                name: bounds
+                for name, bounds in {**base.expect.metrics, **own.expect.metrics}.items()
+                if overlay.expect.metrics.get(name, bounds) is not None
+            },
         ),
     )
-
-
-def _merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
-    """Lays ``change`` over ``base``, mapping by mapping."""
-    merged = dict(base)
-    for key, value in change.items():
-        old = base.get(key)
-        if isinstance(old, Mapping) and isinstance(value, Mapping):
-            merged[key] = _merged(old, value)
-        else:
-            merged[key] = value
-    return merged
-
-
-def _undeclared(base: Mapping[str, Any], change: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Yields the keys of ``change`` that ``base`` has not; what an empty mapping may hold is open."""
-    for key, value in change.items():
-        old = base.get(key)
-        if key not in base:
-            yield (key,)
-        elif isinstance(old, Mapping) and old and isinstance(value, Mapping):
-            yield from ((key, *rest) for rest in _undeclared(old, value))
-
-
-def _siblings(params: Mapping[str, Any], keys: Sequence[str]) -> Mapping[str, Any]:
-    for key in keys[:-1]:
-        params = params[key]
-    return params
-
-
-def _overridden(params: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    result = dict(params)
-    seen: set[str] = set()
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        if not equals or not key:
-            raise UsageError(f"--set {override!r} must be key=value")
-        if key in seen:
-            raise UsageError(f"--set {key} is given twice")
-        seen.add(key)
-        try:
-            value = yaml_source.parse_value(text)
-        except UsageError as error:
-            raise UsageError(f"--set {key}: {error}") from None
-        result = _with_value(result, key, key.split("."), value)
-    return result
-
-
-def _with_value(params: Mapping[str, Any], name: str, keys: Sequence[str], value: Any) -> dict[str, Any]:
-    first, *rest = keys
-    if first not in params or (rest and not isinstance(params[first], Mapping)):
-        hint = did_you_mean(first, params) or f"; declared are {', '.join(params) or 'none'}"
-        raise UsageError(
-            f"--set {name!r} names no parameter of the experiment (--set changes params alone){hint}"
-        )
-    return {**params, first: _with_value(params[first], name, rest, value) if rest else value}

@@ -1,4 +1,5 @@
-"""Single fields of the YAML files as checked values: variables, a module, devices, a duration (stdlib only).
+"""Single fields of the YAML files as checked values: variables, a module, devices, durations, sizes (stdlib
+only).
 
 Knows which values are acceptable, not where they stand: a refusal is a `UsageError` that reads on after the
 field's name, which the caller puts before it.
@@ -21,6 +22,8 @@ __all__ = [
     "parse_device",
     "parse_devices",
     "parse_duration",
+    "parse_grace",
+    "parse_size",
     "parse_variable",
 ]
 
@@ -29,6 +32,7 @@ MAX_SECRET_BYTES = 16 * 1024
 
 _MAX_VARIABLE_BYTES = 128 * 1024  # the kernel's limit for one NAME=value string of execve
 _LONGEST_S = 2**31 - 1
+_LONGEST_GRACE_S = 7 * 86400  # the most that a supervisor accepts
 
 _RESERVED = {
     "PYTORCH_CUDA_ALLOC_CONF": "use alloc_conf:",
@@ -177,6 +181,33 @@ def parse_duration(value: object) -> float:
             f"{quoted(value)} is no duration: use seconds, or text such as 90s, 10m, 2h (more than 0)"
         )
     return seconds
+
+
+def parse_grace(value: object) -> float:
+    """Returns seconds as `parse_duration` does, from 0 (kill at once) to 7 days.
+
+    Raises:
+        UsageError: anything else.
+    """
+    is_zero = value == 0 and not isinstance(value, bool)
+    seconds = 0.0 if is_zero or value in ("0", "0s") else parse_duration(value)
+    if seconds > _LONGEST_GRACE_S:
+        raise UsageError(f"{quoted(value)} is too long a grace: use at most 7d")
+    return seconds
+
+
+def parse_size(value: object) -> int:
+    """Returns bytes from text such as "512MiB" or "2GiB".
+
+    Raises:
+        UsageError: anything else, a number without its unit too: nobody could tell which it has.
+    """
+    match = (
+        re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?([KMGT])iB", value) if isinstance(value, str) else None
+    )
+    if match is None:
+        raise UsageError(f"{quoted(value)} is no size: use a number with KiB, MiB, GiB or TiB, such as 2GiB")
+    return int(float(match[1]) * 1024 ** ("KMGT".index(match[2]) + 1))
 
 
 def _check_secret(value: str | None) -> str:

@@ -1,27 +1,44 @@
 """The job: what a host receives to start one run, and keeps as job.json.
 
-Knows its keys and which part of a run each comes from. Whether the parts are in order was decided when they
-were read; what a key makes the host do is the supervisor's business.
+Knows its keys, which part of a run each comes from, and what a job says of its program. Whether the parts are
+in order was decided when they were read; what a key makes the host do is the supervisor's business.
 """
 
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from orchestrator.bundle import Bundle
 from orchestrator.experiment import Experiment
 from orchestrator.fields import Secret
 from orchestrator.inventory import Host
 
-__all__ = ["job_for", "secrets_of", "secrets_of_job"]
+__all__ = ["Program", "Turn", "job_for", "program_of", "secrets_of", "secrets_of_job"]
 
 _VERSION = 1
-_GRACE_S = 10.0
 
 
-def job_for(run_id: str, experiment: Experiment, bundle: Bundle, host: Host) -> dict[str, Any]:
+class Program(NamedTuple):
+    """What a job runs: its ``kind`` (module, script, command) and the text of it that a person reads."""
+
+    kind: str
+    text: str
+
+
+class Turn(NamedTuple):
+    """A run's place in its group's queue on a host; ``at_once`` of it run together."""
+
+    queue: str
+    place: int
+    at_once: int
+
+
+def job_for(
+    run_id: str, experiment: Experiment, bundle: Bundle, host: Host, turn: Turn | None = None
+) -> dict[str, Any]:
     """Returns plain JSON values, copied, so that a job stays what it is whatever becomes of its parts.
 
     A variable of the experiment wins over the same one of the host. Of a secret it says which variable here
@@ -33,23 +50,37 @@ def job_for(run_id: str, experiment: Experiment, bundle: Bundle, host: Host) -> 
     job = {
         "version": _VERSION,
         "run_id": run_id,
-        "group_id": run_id,
+        "group_id": run_id if turn is None else turn.queue,
         "experiment": experiment.name,
         "profile": experiment.profile,
         "bundle": bundle.id,
-        "module": experiment.module,
+        "case": experiment.case,
+        **_program(experiment),
         "params": experiment.params,
         "env": {name: value for name, value in _env(experiment, host).items() if isinstance(value, str)},
         "secrets": {secret.name: secret.from_env for secret in secrets_of(experiment, host)},
         "alloc_conf": experiment.alloc_conf,
         "devices": experiment.devices,
         "timeout_s": experiment.timeout_s,
-        "grace_s": _GRACE_S,
+        "grace_s": experiment.grace_s,
+        "on_disk_full": experiment.on_disk_full,
+        "log_limit_bytes": experiment.log_limit_bytes,
+        "turn": None if turn is None else turn._asdict(),
         "provenance": bundle.provenance.as_json(),
         "expect": experiment.expect.as_json(),
     }
     copied: dict[str, Any] = json.loads(json.dumps(job, allow_nan=False))
     return copied
+
+
+def program_of(job: Mapping[str, Any]) -> Program:
+    """Returns what a job runs, whoever wrote the job."""
+    if isinstance(command := job.get("command"), list):
+        return Program("command", shlex.join(map(str, command)))
+    if script := job.get("script"):
+        args = job.get("args")
+        return Program("script", shlex.join([str(script), *map(str, args if isinstance(args, list) else ())]))
+    return Program("module", str(job.get("module") or "?"))
 
 
 def secrets_of(experiment: Experiment, host: Host) -> tuple[Secret, ...]:
@@ -63,6 +94,15 @@ def secrets_of_job(job: Mapping[str, Any]) -> tuple[Secret, ...]:
     return tuple(
         Secret(name=name, from_env=from_env, where=where) for name, from_env in job.get("secrets", {}).items()
     )
+
+
+def _program(experiment: Experiment) -> dict[str, Any]:
+    if experiment.command:
+        return {"command": experiment.command}
+    if experiment.script is not None:
+        return {"script": experiment.script, "args": experiment.args}
+    assert experiment.module is not None
+    return {"module": experiment.module}
 
 
 def _env(experiment: Experiment, host: Host) -> dict[str, str | Secret]:

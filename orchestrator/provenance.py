@@ -67,17 +67,25 @@ def commits_between(folder: Path, first: str, second: str) -> tuple[Commit, ...]
     )
 
 
-def ask_git(folder: Path, *, shipped: Sequence[str], excluded: Iterable[str]) -> tuple[Provenance, bytes]:
-    """Returns where ``shipped`` (paths below ``folder``) come from, and the diff of ``folder`` to the commit.
+def ask_git(
+    folder: Path, *, shipped: Sequence[str], excluded: Iterable[str], within: str = "."
+) -> tuple[Provenance, bytes]:
+    """Returns where ``shipped`` (paths below ``folder``) come from, and the diff of ``within`` to the commit.
+
+    ``within`` is a pathspec below ``folder``: what else lies there does not matter.
 
     What a name pattern in ``excluded`` keeps from being shipped stays out of the diff too: it can be secret.
     """
     try:
-        status = _git(folder, "status", "--porcelain=v2", "--branch", "-z", "--untracked-files=no", "--", ".")
+        status = _git(
+            folder, "status", "--porcelain=v2", "--branch", "-z", "--untracked-files=no", "--", within
+        )
         headers, is_changed = _parse_status(status)
         has_commit = headers.get("branch.oid") != "(initial)"
-        diff = _git(folder, *_DIFF, "--", ".", *_exclusions(excluded)) if is_changed and has_commit else b""
-        tracked = set(_git(folder, "ls-files", "-z", "--", ".").split(b"\0"))
+        diff = (
+            _git(folder, *_DIFF, "--", within, *_exclusions(excluded)) if is_changed and has_commit else b""
+        )
+        tracked = set(_git(folder, "ls-files", "-z", "--", within).split(b"\0"))
     except _GitSaysNothing:
         return Provenance(), b""
     untracked = sum(path.encode() not in tracked for path in shipped)

@@ -2,9 +2,8 @@
 
 A plan comes from an experiment, or from a run: what that one was asked to do, once more.
 
-The start protocol may be repeated, so a broken connection is made again with the same request. While a run
-is being started its folder is marked, so that no other command judges it; a cancel that comes meanwhile is
-kept and carried out as soon as the host has the run.
+While a run is being started its folder is marked, so that no other command judges it; a cancel that comes
+meanwhile is kept and carried out as soon as the host has the run. Many runs at once are `submitting`'s.
 """
 
 from __future__ import annotations
@@ -12,15 +11,21 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrator import remote
-from orchestrator.bundle import Bundle, Provenance, build_bundle, find_payload
+from orchestrator.bundle import (
+    Bundle,
+    Provenance,
+    build_bundle,
+    build_script_bundle,
+    empty_bundle,
+    find_payload,
+)
 from orchestrator.errors import (
     OrchError,
-    ProtocolError,
     RecordsAltered,
     StorageError,
     UnknownName,
@@ -29,20 +34,20 @@ from orchestrator.errors import (
 )
 from orchestrator.experiment import Experiment
 from orchestrator.fields import Secret
-from orchestrator.following import Following, Watcher, backoff
+from orchestrator.following import Following, Watcher
+from orchestrator.host_starter import HostStarter, NeverStarted
 from orchestrator.inventory import Host
 from orchestrator.job import job_for, secrets_of, secrets_of_job
 from orchestrator.ledger import MASK, RunRow
 from orchestrator.lifecycle import State
 from orchestrator.mirror_reader import recorded_job
 from orchestrator.remote import Conversation, Cursor
+from orchestrator.run_folder import RunFolder
 from orchestrator.text import did_you_mean
-from orchestrator.transports import Transport, connect
 from orchestrator.workspace import Workspace
 
 RUN_ID_LETTERS = "abcdefghjkmnpqrstvwxyz0123456789"
 RUN_ID_LENGTH = 12
-START_PATIENCE_S = 60.0
 MOST_NAMED = 3
 
 
@@ -65,16 +70,31 @@ def prepare(workspace: Workspace, experiment: Experiment, host: Host) -> Plan:
     Raises:
         UsageError: no such payload, or one that the bundling rules refuse.
     """
-    bundle = build_bundle(find_payload(workspace.project, experiment.payload), workspace.store)
-    _check_module(bundle, experiment)
-    job = job_for(_new_id(), experiment, bundle, host)
+    bundle = bundle_of(workspace, experiment)
+    job = job_for(new_id(), experiment, bundle, host)
     return Plan(job=job, bundle=bundle, host=host, secrets=secrets_of(experiment, host))
+
+
+def bundle_of(workspace: Workspace, experiment: Experiment) -> Bundle:
+    """Bundles what the experiment's program needs: its payload, its one file, or nothing.
+
+    Raises:
+        UsageError: no such payload, one that the bundling rules refuse, or one without the program.
+    """
+    if experiment.payload is not None:
+        bundle = build_bundle(find_payload(workspace.project, experiment.payload), workspace.store)
+        _check_program(bundle, experiment)
+        return bundle
+    if experiment.script is not None:
+        return build_script_bundle(experiment.path, workspace.store)
+    return empty_bundle(workspace.store)
 
 
 def prepare_again(workspace: Workspace, run_id: str, host: Host) -> Plan:
     """Puts together what a run did once more: the same bundle and the same job, by a new id.
 
-    The job is taken as its host got it: what the inventory says of variables today does not come in.
+    The job is taken as its host got it: what the inventory says of variables today does not come in. A run
+    of a group stays in it, and takes no turn in its queue.
 
     Raises:
         UsageError: the values of its variables are kept nowhere.
@@ -85,7 +105,9 @@ def prepare_again(workspace: Workspace, run_id: str, host: Host) -> Plan:
     job = original_job(workspace, run_id)
     if job is None:
         raise UsageError(_why_not_again(row))
-    again = {**job, "run_id": (new_id := _new_id()), "group_id": new_id, "retry_of": run_id}
+    again_id = new_id()
+    group_id = again_id if job["group_id"] == run_id else job["group_id"]
+    again = {**job, "run_id": again_id, "group_id": group_id, "retry_of": run_id, "turn": None}
     bundle = _bundle_again(workspace, row)
     return Plan(job=again, bundle=bundle, host=host, secrets=secrets_of_job(job))
 
@@ -118,26 +140,32 @@ def launch(
             says starting, and any later command finds out.
     """
     run_id, folder = plan.job["run_id"], workspace.folder(plan.job["run_id"])
-    secret_env = {secret.name: secret.read(os.environ) for secret in plan.secrets}
+    secret_env = read_secrets(plan.secrets)
+    starter = HostStarter(plan.host, workspace.store)
+
+    def unreachable(error: Unreachable, pause_s: float) -> None:
+        folder.observe("unreachable", message=str(error))
+        watcher.unreachable(str(error), pause_s)
+
     with folder.starting():
-        workspace.ledger.insert(_row(plan))
-        folder.observe("created", host=plan.host.name, job={**plan.job, "env": sorted(plan.job["env"])})
+        workspace.ledger.insert(row_of(plan))
+        note_created(folder, plan)
         workspace.ledger.update(run_id, state=State.STARTING)
         try:
             cursor = Cursor() if is_followed else None
-            started, talk, transport = _start(workspace, plan, watcher, cursor, secret_env)
-        except _NeverStarted as error:
+            started, talk = starter.start(plan.job, plan.bundle, cursor, secret_env, unreachable)
+        except NeverStarted as error:
             refuse(workspace, run_id, str(error.cause))
             raise error.cause from None
         except OrchError as error:
             folder.observe("unreachable", message=str(error))
             workspace.ledger.update(run_id, reason=str(error))
             raise
-        folder.observe(
-            "started", is_new=started.is_new, sent_files=started.sent_files, hello=dict(talk.hello)
-        )
+        note_started(folder, plan.host, started, talk)
         workspace.ledger.mark_running(run_id)
         watcher.shipped(started)
+    transport = starter.transport
+    assert transport is not None
     if request := folder.take_cancel_request():
         remote.stop(transport, run_id, request["grace_s"])
     if is_followed:
@@ -147,67 +175,33 @@ def launch(
     return None
 
 
+def note_started(folder: RunFolder, host: Host, started: remote.Started, talk: Conversation) -> None:
+    """Writes down what the host said of itself when it had started a run."""
+    folder.observe("started", is_new=started.is_new, sent_files=started.sent_files, hello=dict(talk.hello))
+    if talk.clock is not None:
+        folder.observe("clock", host=host.name, **talk.clock.noted())
+
+
+def read_secrets(secrets: Sequence[Secret]) -> dict[str, str]:
+    """Returns the values of a run's secrets, which are kept nowhere.
+
+    Raises:
+        UsageError: one is not in this environment, or cannot be masked.
+    """
+    return {secret.name: secret.read(os.environ) for secret in secrets}
+
+
+def note_created(folder: RunFolder, plan: Plan) -> None:
+    """Writes down what is about to be launched, of its variables the names."""
+    folder.observe("created", host=plan.host.name, job={**plan.job, "env": sorted(plan.job["env"])})
+
+
 def refuse(workspace: Workspace, run_id: str, reason: str) -> None:
     """Writes down that a host did not take a run."""
     workspace.ledger.update(
         run_id, state=State.REFUSED, verdict="refused", reason=reason, ended_t=time.time()
     )
     workspace.folder(run_id).observe("verdict", state="refused", verdict="refused", reasons=[reason])
-
-
-class _NeverStarted(Exception):
-    """The host did not take the run; ``cause`` says why."""
-
-    def __init__(self, cause: OrchError) -> None:
-        super().__init__(str(cause))
-        self.cause = cause
-
-
-def _start(
-    workspace: Workspace,
-    plan: Plan,
-    watcher: Watcher,
-    cursor: Cursor | None,
-    secret_env: Mapping[str, str],
-) -> tuple[remote.Started, Conversation, Transport]:
-    """No connection at all fails at once; one that broke during the start is made again for a while.
-
-    Raises:
-        _NeverStarted: the host cannot have the run.
-        Unreachable, ProtocolError: it may have it.
-    """
-    entries = [(entry.path, entry.mode, entry.size_bytes, entry.sha256) for entry in plan.bundle.entries]
-    pauses = backoff()
-    give_up_at = None
-    while True:
-        transport, tried_at = None, time.monotonic()
-        try:
-            transport = connect(plan.host)
-            started, talk = remote.start(transport, plan.job, entries, workspace.store, cursor, secret_env)
-        except Unreachable as error:
-            now, was_there = time.monotonic(), transport is not None
-            _close(transport)
-            if not was_there and give_up_at is None:
-                raise _NeverStarted(error) from error
-            if give_up_at is None or now - tried_at > START_PATIENCE_S:  # a long upload earns new patience
-                give_up_at = now + START_PATIENCE_S
-            pause_s = next(pauses)
-            if now + pause_s > give_up_at:
-                raise
-            workspace.folder(plan.job["run_id"]).observe("unreachable", message=str(error))
-            watcher.unreachable(str(error), pause_s)
-            time.sleep(pause_s)
-        except ProtocolError:
-            _close(transport)
-            raise
-        except OrchError as error:
-            _close(transport)
-            raise _NeverStarted(error) from error
-        except BaseException:
-            _close(transport)
-            raise
-        else:
-            return started, talk, transport
 
 
 def _why_not_again(row: RunRow) -> str:
@@ -240,30 +234,31 @@ def _bundle_again(workspace: Workspace, row: RunRow) -> Bundle:
             f"run {row.run_id} cannot be run again: {len(faults)} of {len(bundle.entries)} files of bundle "
             f"{bundle.id[:12]} are not in the object store as they were: {named}{_instead(row)}"
         )
+    workspace.store.save_manifest(bundle)  # it is in use again
     return replace(bundle, provenance=Provenance(**row.job["provenance"]))
 
 
-def _close(transport: Transport | None) -> None:
-    if transport is not None:
-        transport.close()
-
-
-def _check_module(bundle: Bundle, experiment: Experiment) -> None:
-    path = experiment.module.replace(".", "/")
+def _check_program(bundle: Bundle, experiment: Experiment) -> None:
     names = {entry.path for entry in bundle.entries}
+    if experiment.module is None:
+        if experiment.script not in names:
+            raise UsageError(f"{experiment.path}: the bundling rules leave it out of its payload")
+        return
+    path = experiment.module.replace(".", "/")
     if not names & {f"{path}.py", f"{path}/__main__.py"}:
         modules = {name.removesuffix(".py").replace("/", ".") for name in names if name.endswith(".py")}
         hint = did_you_mean(experiment.module, modules)
         raise UnknownName(f"{experiment.name}: the payload has no module {experiment.module!r}{hint}")
 
 
-def _new_id() -> str:
+def new_id() -> str:
     """Returns a fresh run id: a letter first, no letters that look like digits."""
     first = secrets.choice(RUN_ID_LETTERS[:22])
     return first + "".join(secrets.choice(RUN_ID_LETTERS) for _ in range(RUN_ID_LENGTH - 1))
 
 
-def _row(plan: Plan) -> RunRow:
+def row_of(plan: Plan, state: State = State.CREATED) -> RunRow:
+    """Returns the ledger's row of a run that is about to be launched."""
     job = plan.job
     return RunRow(
         run_id=job["run_id"],
@@ -275,7 +270,7 @@ def _row(plan: Plan) -> RunRow:
         bundle=plan.bundle.id,
         commit_id=plan.bundle.provenance.commit,
         dirty=plan.bundle.provenance.dirty,
-        state=State.CREATED,
+        state=state,
         created_t=time.time(),
         job=job,
     )

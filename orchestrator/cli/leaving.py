@@ -42,13 +42,19 @@ def leaving() -> Iterator[None]:
 
 
 def say_goodbye(
-    left: Left, run_id: str, cancel: Callable[[], None] | None = None, *, done: str = "nothing was done to"
+    left: Left,
+    run_id: str,
+    cancel: Callable[[], object] | None = None,
+    *,
+    done: str = "nothing was done to",
+    what: str = "run",
+    come_back: str = "orch logs -f",
 ) -> int:
     """Tells how to come back, and what was ``done`` to the run; ``cancel`` is for a second Ctrl-C.
 
-    Returns the exit code.
+    ``what``: the id is that of a run or of a group. Returns the exit code.
     """
-    _write(f"left the view; {done} run {run_id}. Come back with: orch logs -f {run_id}")
+    _write(f"left the view; {done} {what} {run_id}. Come back with: {come_back} {run_id}")
     if cancel is None or left.exit_code != 128 + signal.SIGINT or not sys.stderr.isatty():
         return left.exit_code
     _write(f"press Ctrl-C again within {SECOND_CHANCE_S:g} s to cancel it")
@@ -56,7 +62,7 @@ def say_goodbye(
         with leaving():
             time.sleep(SECOND_CHANCE_S)
     except Left:
-        _write(f"cancelling run {run_id}")
+        _write(f"cancelling {what} {run_id}")
         cancel()
     return left.exit_code
 

@@ -23,6 +23,20 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON."
 run_argument = click.argument("run", metavar="RUN")
 
 
+def program_options(command: Command) -> Command:
+    """Adds what an experiment's keys say, for a program that no experiment describes."""
+    options = (
+        click.option("--devices", metavar="LIST", help="Indexes or UUIDs such as 0,1; default: none."),
+        click.option("--alloc-conf", metavar="TEXT", help="Allocator settings: expandable_segments:True,…"),
+        click.option("--env", multiple=True, metavar="NAME=VALUE", help="A variable for it; repeatable."),
+        click.option("--timeout", metavar="TIME", help="Such as 90s, 10m, 2h; default: none."),
+        click.option("--grace", metavar="TIME", help="From SIGTERM to SIGKILL; default: 10s."),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
 @contextmanager
 def open_workspace(inventory: Path | None) -> Iterator[Workspace]:
     """Opens the project that ``--inventory`` and ORCH_HOME name."""

@@ -1,74 +1,131 @@
-"""``orch run`` and ``orch rerun``: from a file, or from an earlier run, to a verdict."""
+"""``orch run`` and ``orch rerun``: from a file, or from an earlier run, to a verdict.
+
+A matrix, and several hosts, are `cli.group`'s.
+"""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import click
 
 from orchestrator import runs, starting, views
+from orchestrator.adhoc import ProgramOptions, script_experiment
 from orchestrator.cli.leaving import Left, leaving, say_goodbye
-from orchestrator.cli.options import inventory_option, json_option, open_workspace, run_argument
+from orchestrator.cli.options import (
+    inventory_option,
+    json_option,
+    open_workspace,
+    program_options,
+    run_argument,
+)
+from orchestrator.cli.plans import bundle_line, plan_json, plan_text
 from orchestrator.cli.terminal import Screen, show
-from orchestrator.errors import HostError, RecordsAltered, UnknownName
-from orchestrator.experiment import load_experiment
+from orchestrator.errors import HostError, RecordsAltered, UnknownName, UsageError
+from orchestrator.experiment import Experiment, load_experiment
 from orchestrator.following import Watcher
+from orchestrator.inventory import Host
+from orchestrator.lifecycle import State
 from orchestrator.log_lines import LineAssembler
 from orchestrator.log_view import render
 from orchestrator.remote import Started
 from orchestrator.run_folder import Record
-from orchestrator.text import printable
+from orchestrator.text import quoted
 from orchestrator.workspace import Workspace
 
-SHOWN_NAMES = 3
 EXIT_BAD_VERDICT = 1
 EXIT_HOST_FAULT = 3
 
 
 @click.command()
-@click.argument("experiment", type=click.Path(path_type=Path))
-@click.option("--host", "host_name", metavar="NAME", help="A host of the inventory; it must be named.")
+@click.argument("experiment", metavar="FILE", type=click.Path(path_type=Path))
+@click.argument("args", metavar="[-- ARGS]...", nargs=-1, type=click.UNPROCESSED)
+@click.option("--host", "host_names", multiple=True, metavar="NAME", help="A host; repeat it for several.")
 @click.option("--profile", metavar="P", help="One of the experiment's profiles.")
 @click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a parameter; repeatable."
 )
+@program_options
 @click.option("--detach", is_flag=True, help="Start it and return.")
 @click.option("--dry-run", is_flag=True, help="Show what would run; contact nobody.")
 @inventory_option
 @json_option
 def run(
     experiment: Path,
-    host_name: str | None,
+    args: tuple[str, ...],
+    host_names: tuple[str, ...],
     profile: str | None,
     overrides: tuple[str, ...],
     detach: bool,
     dry_run: bool,
     inventory: Path | None,
     as_json: bool,
+    **options: Any,
 ) -> int:
-    """Run EXPERIMENT (a YAML file) on a host, follow its log, end with a verdict.
+    """Run FILE on a host, follow its log, end with a verdict.
 
-    Exit code 0 only when the verdict is good. Ctrl-C leaves the view and not the run; a second one cancels
+    FILE is an experiment (YAML), or a Python script (….py) with ARGS. An experiment with a matrix, or several
+    hosts, make a group: every case on every host. A script is sent alone, one inside payloads/NAME/ with that
+    whole payload; --devices, --alloc-conf, --env, --timeout and --grace are for scripts, an experiment has
+    keys for them.
+
+    Exit code 0 only when every verdict is good. Ctrl-C leaves the view and not the run; a second one cancels
     it.
     """
     with open_workspace(inventory) as workspace:
-        if host_name is None:
+        if not host_names:
             raise click.UsageError(
                 f"name a host with --host; known are {', '.join(workspace.inventory.hosts)}"
             )
-        host = workspace.inventory.host(host_name)
-        loaded = load_experiment(experiment, profile=profile, overrides=overrides)
-        plan = starting.prepare(workspace, loaded, host)
-        if dry_run:
-            print(json.dumps(_plan_json(plan), indent=2) if as_json else _plan_text(plan))
-            return 0
-        screen = Screen(lines_to_stderr=as_json)
-        watcher = RunWatcher(screen, plan.job["run_id"], host.name)
-        screen.note(f"run {plan.job['run_id']} of {loaded.name} on {host.name}, {_bundle_line(plan)}")
-        return _launch(workspace, plan, watcher, detach=detach, as_json=as_json)
+        hosts = [workspace.inventory.host(name) for name in dict.fromkeys(host_names)]
+        typed = ProgramOptions(**options)
+        if experiment.suffix == ".py":
+            _refuse_for_script(profile, overrides)
+            loaded = script_experiment(experiment, args, typed, project=workspace.project)
+        else:
+            _refuse_for_experiment(experiment, args, typed)
+            loaded = load_experiment(experiment, profile=profile, overrides=overrides)
+        if loaded.matrix is not None or len(hosts) > 1:
+            from orchestrator.cli.group import run_group  # noqa: PLC0415  (a single run has no use for it)
+
+            return run_group(workspace, loaded, hosts, detach=detach, dry_run=dry_run, as_json=as_json)
+        return run_one(workspace, loaded, hosts[0], detach=detach, dry_run=dry_run, as_json=as_json)
+
+
+def run_one(
+    workspace: Workspace, experiment: Experiment, host: Host, *, detach: bool, dry_run: bool, as_json: bool
+) -> int:
+    """Runs an experiment without a matrix on one host; returns the exit code."""
+    plan = starting.prepare(workspace, experiment, host)
+    if dry_run:
+        print(json.dumps(plan_json(plan), indent=2) if as_json else plan_text(plan))
+        return 0
+    screen = Screen(lines_to_stderr=as_json)
+    watcher = RunWatcher(screen, plan.job["run_id"], host.name)
+    screen.note(f"run {plan.job['run_id']} of {experiment.name} on {host.name}, {bundle_line(plan.bundle)}")
+    return _launch(workspace, plan, watcher, detach=detach, as_json=as_json)
+
+
+def _refuse_for_script(profile: str | None, overrides: tuple[str, ...]) -> None:
+    if profile is not None:
+        raise UsageError("--profile is for experiments: a script has no profiles")
+    if overrides:
+        raise UsageError("--set is for experiments: give a script its arguments after --")
+
+
+def _refuse_for_experiment(experiment: Path, args: tuple[str, ...], options: ProgramOptions) -> None:
+    if args:
+        raise UsageError(
+            f"{quoted(args[0])}: arguments are for scripts (….py), and {experiment} is none: change a "
+            "parameter with --set key=value"
+        )
+    for option, key in options.given():
+        raise UsageError(f"{option} is for scripts (….py): write `{key}:` in {experiment} or in its profile")
 
 
 @click.command()
@@ -89,7 +146,9 @@ def rerun(run: str, host_name: str | None, detach: bool, inventory: Path | None,
         _bring_up_to_date(workspace, run_id, screen)
         plan = starting.prepare_again(workspace, run_id, host)
         watcher = RunWatcher(screen, plan.job["run_id"], host.name)
-        screen.note(f"run {plan.job['run_id']}, retry of {run_id}, on {host.name}, {_bundle_line(plan)}")
+        screen.note(
+            f"run {plan.job['run_id']}, retry of {run_id}, on {host.name}, {bundle_line(plan.bundle)}"
+        )
         return _launch(workspace, plan, watcher, detach=detach, as_json=as_json)
 
 
@@ -149,9 +208,9 @@ def _show_records(watcher: RunWatcher, records: Iterable[Record]) -> None:
     lines = LineAssembler(host=watcher.host, run_id=watcher.run_id)
     for record in records:
         for line in lines.feed(record):
-            screen.line(render(line, colour=screen.colour))
+            screen.line(render(line, colour=screen.colour, columns=screen.columns))
     for line in lines.flush():
-        screen.line(render(line, colour=screen.colour))
+        screen.line(render(line, colour=screen.colour, columns=screen.columns))
     screen.flush()
     screen.close()
 
@@ -159,6 +218,9 @@ def _show_records(watcher: RunWatcher, records: Iterable[Record]) -> None:
 def finish(workspace: Workspace, run_id: str, *, as_json: bool) -> int:
     """Concludes a run that has ended, prints its summary and returns the exit code."""
     report = runs.conclude(workspace, run_id)
+    if report.row.state is State.LOST:
+        with suppress(HostError):  # it knows why, if it can be asked
+            report = runs.refresh(workspace, run_id)
     if as_json:
         print(json.dumps(views.summary_json(report.row, report.outcome, report.verdict), indent=2))
     else:
@@ -197,41 +259,3 @@ def _cancel(workspace: Workspace, run_id: str) -> None:
         for _ in following.records(Watcher()):
             pass
     runs.conclude(workspace, run_id)
-
-
-def _bundle_line(plan: starting.Plan) -> str:
-    bundle = plan.bundle
-    names = ", ".join(
-        (*bundle.excluded[:SHOWN_NAMES], *(["…"] if len(bundle.excluded) > SHOWN_NAMES else []))
-    )
-    excluded = f"; left out by rule: {names}" if names else ""
-    commit = (bundle.provenance.commit or "no commit")[:12] + ("*" if bundle.provenance.dirty else "")
-    size = f"{len(bundle.entries)} files, {bundle.size_bytes} bytes{excluded}"
-    return f"bundle {bundle.id[:12]} ({size}), commit {commit}"
-
-
-def _plan_text(plan: starting.Plan) -> str:
-    job, expect = plan.job, plan.job["expect"]
-    timeout = "none" if job["timeout_s"] is None else f"{job['timeout_s']:g} s"
-    facts = {
-        "host": f"{plan.host.name}, {plan.host.python}, root {plan.host.root}",
-        "module": job["module"],
-        "bundle": _bundle_line(plan).removeprefix("bundle "),
-        "allocator": job["alloc_conf"] or "nothing asked",
-        "devices": ", ".join(job["devices"]) or "none",
-        "variables": ", ".join(sorted(job["env"])) or "none",
-        "secrets": ", ".join(f"{name} from {source}" for name, source in job["secrets"].items()) or "none",
-        "timeout": timeout,
-        "expected": f"verdict {' or '.join(expect['verdicts'])}, metrics {json.dumps(expect['metrics'])}",
-        "parameters": json.dumps(job["params"]),
-    }
-    return "\n".join(printable(f"{label:11} {value}") for label, value in facts.items())
-
-
-def _plan_json(plan: starting.Plan) -> dict[str, object]:
-    files = [
-        {"path": entry.path, "size_bytes": entry.size_bytes, "sha256": entry.sha256}
-        for entry in plan.bundle.entries
-    ]
-    bundle = {"id": plan.bundle.id, "files": files, "excluded": list(plan.bundle.excluded)}
-    return {"host": plan.host.name, "bundle": bundle, "job": plan.job}

@@ -16,17 +16,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator import bundle as bundle_module
-from orchestrator import provenance
+from orchestrator import payload_files, provenance
 from orchestrator.bundle import (
-    MAX_FILE_BYTES,
     Bundle,
     Entry,
     ObjectStore,
     Provenance,
     build_bundle,
+    build_script_bundle,
+    empty_bundle,
     find_payload,
 )
 from orchestrator.errors import PayloadRefused, StorageError, UnknownName, UsageError
+from orchestrator.payload_files import MAX_FILE_BYTES
 
 REMOTE = "https://me:s3cret@example.invalid/team/project.git"
 
@@ -222,7 +224,7 @@ def test_a_file_over_the_limit_is_refused_and_one_at_the_limit_is_not(
     with pytest.raises(PayloadRefused, match=r"probe/weights\.bin: 256 MiB, more than 256 MiB"):
         build_bundle(payload, store)
     assert not store.root.exists()
-    monkeypatch.setattr(bundle_module, "MAX_FILE_BYTES", 1024)
+    monkeypatch.setattr(payload_files, "MAX_FILE_BYTES", 1024)
     os.truncate(payload / "weights.bin", 1024)
     assert build_bundle(payload, store).entries[-1].size_bytes == 1024
 
@@ -254,14 +256,14 @@ def test_a_payload_with_nothing_to_ship_is_refused(project: Path, store: ObjectS
 def test_a_file_that_vanishes_or_turns_into_a_fifo_while_reading_is_refused(
     payload: Path, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check = bundle_module._check_sizes
+    check = payload_files.check_sizes
 
     def then(change: Callable[[], object]) -> None:
-        def check_and_change(files: list[bundle_module._File]) -> None:
+        def check_and_change(files: list[payload_files.ShippedFile]) -> None:
             check(files)
             change()
 
-        monkeypatch.setattr(bundle_module, "_check_sizes", check_and_change)
+        monkeypatch.setattr(bundle_module, "check_sizes", check_and_change)
 
     def to_fifo() -> None:
         (payload / "run.py").unlink(missing_ok=True)
@@ -298,7 +300,7 @@ def test_a_manifest_comes_back_as_the_same_content(payload: Path, store: ObjectS
 
 
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters="/\0"), min_size=1, max_size=20).filter(
-    lambda name: name not in {".", ".."} and len(name.encode()) < 200 and not bundle_module._is_excluded(name)
+    lambda name: name not in {".", ".."} and len(name.encode()) < 200 and not payload_files.is_excluded(name)
 )
 
 
@@ -632,3 +634,53 @@ def test_provenance_survives_the_wire(project: Path, payload: Path, store: Objec
         "remote": None,
         "diff_sha256": None,
     }
+
+
+def test_a_script_is_shipped_alone_under_its_own_name(tmp_path: Path, store: ObjectStore) -> None:
+    script = tmp_path / 'it\'s a "probe"\n.py'
+    _put(script, "print(1)\n")
+    _put(tmp_path / "other.py", "print(2)\n")
+    bundle = build_script_bundle(script, store)
+    assert [(entry.path, entry.size_bytes) for entry in bundle.entries] == [(script.name, 9)]
+    assert store.load_manifest(bundle.id).entries == bundle.entries
+    assert bundle.provenance == Provenance()
+    link = tmp_path / "link.py"
+    link.symlink_to(script)
+    assert [entry.path for entry in build_script_bundle(link, store).entries] == ["link.py"]
+
+
+def test_a_script_s_commit_is_told_and_only_its_own_change_is_one(tmp_path: Path, store: ObjectStore) -> None:
+    for name in ("a[1].py", "a1.py"):
+        _put(tmp_path / name, "print(1)\n")
+    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "one"]):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    _put(tmp_path / "a1.py", "print(2)\n")
+    clean = build_script_bundle(tmp_path / "a[1].py", store).provenance
+    dirty = build_script_bundle(tmp_path / "a1.py", store).provenance
+    assert clean.commit == dirty.commit is not None
+    assert (clean.dirty, clean.diff_sha256) == (False, None)
+    assert dirty.dirty
+    assert dirty.diff_sha256 is not None
+    with store.open(dirty.diff_sha256) as diff:
+        assert b"+print(2)" in diff.read()
+    _put(tmp_path / "new.py", "")
+    assert build_script_bundle(tmp_path / "new.py", store).provenance.untracked == 1
+
+
+@pytest.mark.parametrize("name", ["id_rsa.py", ".env.py", "missing.py", "folder.py", "large.py"])
+def test_a_script_that_no_payload_could_hold_is_refused(
+    tmp_path: Path, store: ObjectStore, name: str
+) -> None:
+    (tmp_path / "folder.py").mkdir()
+    with (tmp_path / "large.py").open("wb") as file:
+        file.truncate(MAX_FILE_BYTES + 1)
+    if "missing" not in name and not (tmp_path / name).exists():
+        _put(tmp_path / name, "")
+    with pytest.raises(PayloadRefused):
+        build_script_bundle(tmp_path / name, store)
+
+
+def test_nothing_is_a_bundle_too(store: ObjectStore) -> None:
+    bundle = empty_bundle(store)
+    assert bundle.entries == ()
+    assert store.load_manifest(bundle.id).entries == ()

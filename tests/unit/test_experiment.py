@@ -358,3 +358,49 @@ def test_a_malformed_secret_is_refused_at_its_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"yaml:\d+: env.HF_HOME: from_env must be") as caught:
         _load(tmp_path, text=text)
     assert "s3cret" not in str(caught.value)
+
+
+ENDING = """\
+payload: dflash
+run: dflash.probe
+grace: 30s
+on_disk_full: stop
+log_limit: 2GiB
+profiles:
+  quick: {grace: 0, on_disk_full: wait, log_limit: null}
+  plain: {}
+"""
+
+
+def test_grace_full_disks_and_the_log_s_limit_are_as_asked_and_a_profile_changes_them(tmp_path: Path) -> None:
+    def ending(profile: str | None, text: str = ENDING) -> tuple[float, str, int | None]:
+        loaded = _load(tmp_path, profile=profile, text=text)
+        return loaded.grace_s, loaded.on_disk_full, loaded.log_limit_bytes
+
+    assert ending(None) == ending("plain") == (30.0, "stop", 2 * 1024**3)
+    assert ending("quick") == (0.0, "wait", None)
+    assert ending(None, "payload: dflash\nrun: dflash\n") == (10.0, "wait", None)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "message"),
+    [
+        ("grace: 30s", "grace: soon", 3, "grace: 'soon' is no duration"),
+        ("grace: 30s", "grace: 30d", 3, "grace: '30d' is too long"),
+        ("on_disk_full: stop", "on_disk_full: stopp", 4, "on_disk_full: must be wait or stop.*mean 'stop'"),
+        ("log_limit: 2GiB", "log_limit: 2GB", 5, "log_limit: '2GB' is no size"),
+        ("log_limit: 2GiB", "log_limit: 15MiB", 5, "log_limit: must be at least 16MiB"),
+        ("grace: 0,", "grace: -1,", 7, "profiles.quick.grace: -1 is no duration"),
+    ],
+)
+def test_how_a_run_ends_is_checked_with_its_line(
+    tmp_path: Path, old: str, new: str, line: int, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        _load(tmp_path, text=ENDING.replace(old, new))
+    assert caught.value.line == line
+
+
+def test_a_profile_can_take_a_metric_s_bounds_away(tmp_path: Path) -> None:
+    text = FULL.replace("plain: {}", "plain: {expect: {metrics: {peak_gib: null, other: null}}}")
+    assert _load(tmp_path, profile="plain", text=text).expect.metrics == {"streak": Bounds(min=0.5, max=31.0)}

@@ -12,6 +12,8 @@ from orchestrator.fields import (
     parse_device,
     parse_devices,
     parse_duration,
+    parse_grace,
+    parse_size,
     parse_variable,
 )
 
@@ -253,3 +255,29 @@ def test_durations_are_seconds(value: object, seconds: float) -> None:
 def test_what_is_no_duration_is_refused(value: object) -> None:
     with pytest.raises(UsageError, match="no duration"):
         parse_duration(value)
+
+
+@pytest.mark.parametrize(("value", "seconds"), [(0, 0.0), ("0s", 0.0), ("30s", 30.0), ("7d", 604800.0)])
+def test_a_grace_may_be_nothing(value: object, seconds: float) -> None:
+    assert parse_grace(value) == seconds
+
+
+@pytest.mark.parametrize("value", [-1, False, "", None, "8d", [0]])
+def test_what_is_no_grace_is_refused(value: object) -> None:
+    with pytest.raises(UsageError, match=r"no duration|too long a grace"):
+        parse_grace(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "size_bytes"), [("16MiB", 2**24), ("2 GiB", 2**31), ("1.5KiB", 1536), ("1TiB", 2**40)]
+)
+def test_sizes_are_bytes(value: object, size_bytes: int) -> None:
+    assert parse_size(value) == size_bytes
+
+
+@pytest.mark.parametrize(
+    "value", [16, "16", "16MB", "-1MiB", "1 000MiB", "1mib", "MiB", True, None, "1MiB\n"]
+)
+def test_what_is_no_size_is_refused(value: object) -> None:
+    with pytest.raises(UsageError, match="no size"):
+        parse_size(value)

@@ -11,7 +11,7 @@ from orchestrator.bundle import Bundle
 from orchestrator.experiment import Expectation, Experiment
 from orchestrator.fields import Secret
 from orchestrator.inventory import Host
-from orchestrator.job import job_for, secrets_of, secrets_of_job
+from orchestrator.job import Program, Turn, job_for, program_of, secrets_of, secrets_of_job
 from orchestrator.provenance import Provenance
 
 BUNDLE = Bundle(id="0" * 64, entries=(), provenance=Provenance(commit="a" * 40))
@@ -43,6 +43,7 @@ def test_a_job_says_all_that_a_host_and_a_verdict_need() -> None:
         "experiment": "oom_probe",
         "profile": "small",
         "bundle": "0" * 64,
+        "case": None,
         "module": "dflash.probe",
         "params": {"anchors": [1, 2], "nested": {"lr": 1e-5}},
         "env": {"A": "host", "B": "experiment"},
@@ -51,6 +52,9 @@ def test_a_job_says_all_that_a_host_and_a_verdict_need() -> None:
         "devices": ["5"],
         "timeout_s": 600.0,
         "grace_s": 10.0,
+        "on_disk_full": "wait",
+        "log_limit_bytes": None,
+        "turn": None,
         "provenance": BUNDLE.provenance.as_json(),
         "expect": {"verdicts": ["oom"], "metrics": {}},
     }
@@ -82,3 +86,24 @@ def test_a_job_names_its_secrets_and_the_experiment_s_wish_for_a_variable_wins()
     assert (job["env"], job["secrets"]) == ({"B": "plain"}, {"A": "MY_A"})
     assert secrets_of(experiment, host) == (token,)
     assert secrets_of_job(job) == (replace(token, where="run k3m9x2qa7bcd"),)
+
+
+def test_a_job_names_one_program_and_what_a_person_reads_of_it() -> None:
+    script = Experiment(name="x", path=Path("x.py"), script="my x.py", args=("--lr", "a b"))
+    command = Experiment(name="x", path=Path("x"), command=("sh", "-c", "echo $0"))
+    jobs = [_job(), *(job_for("k3m9x2qa7bcd", experiment, BUNDLE, HOST) for experiment in (script, command))]
+    keys = {"module", "script", "args", "command"}
+    assert [keys & job.keys() for job in jobs] == [{"module"}, {"script", "args"}, {"command"}]
+    assert list(map(program_of, jobs)) == [
+        Program("module", "dflash.probe"),
+        Program("script", "'my x.py' --lr 'a b'"),
+        Program("command", "sh -c 'echo $0'"),
+    ]
+    assert program_of({"module": None, "script": None, "command": None}) == Program("module", "?")
+
+
+def test_a_turn_puts_a_run_into_its_group() -> None:
+    experiment = Experiment(name="x", path=Path("x.yaml"), payload="p", module="p.m", case="a=1")
+    job = job_for("k3m9x2qa7bcd", experiment, BUNDLE, HOST, Turn("g-1", 3, 2))
+    assert (job["group_id"], job["case"]) == ("g-1", "a=1")
+    assert job["turn"] == {"queue": "g-1", "place": 3, "at_once": 2}

@@ -1,0 +1,41 @@
+"""``orch exec``: any command on a host as a run, without code of ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from orchestrator.adhoc import ProgramOptions, command_experiment
+from orchestrator.cli.options import inventory_option, json_option, open_workspace, program_options
+from orchestrator.cli.run import run_one
+
+
+@click.command(name="exec")
+@click.argument("host_name", metavar="HOST")
+@click.argument("argv", metavar="-- COMMAND [ARGS]...", nargs=-1, required=True, type=click.UNPROCESSED)
+@program_options
+@click.option("--detach", is_flag=True, help="Start it and return.")
+@click.option("--dry-run", is_flag=True, help="Show what would run; contact nobody.")
+@inventory_option
+@json_option
+def execute(
+    host_name: str,
+    argv: tuple[str, ...],
+    detach: bool,
+    dry_run: bool,
+    inventory: Path | None,
+    as_json: bool,
+    **options: Any,
+) -> int:
+    """Run COMMAND on HOST as a run: followed, recorded, with a verdict.
+
+    Nothing is sent. COMMAND is found on the host's PATH and gets its ARGS as they are, no shell reads them
+    (for one, run `sh -c '…'`). It tells nothing from inside: where --devices or --alloc-conf was given, the
+    verdict is `unverified`, which is good here.
+    """
+    with open_workspace(inventory) as workspace:
+        host = workspace.inventory.host(host_name)
+        experiment = command_experiment(argv, ProgramOptions(**options))
+        return run_one(workspace, experiment, host, detach=detach, dry_run=dry_run, as_json=as_json)

@@ -1,0 +1,238 @@
+"""Groups: ``orch run`` of a matrix or on several hosts, and ``wait``, ``show`` and ``cancel`` of a group."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from orchestrator import reconciling, runs, submitting
+from orchestrator.cancelling import cancel_all
+from orchestrator.cli.leaving import Left, leaving, say_goodbye
+from orchestrator.cli.plans import bundle_line, group_plan_json, group_text
+from orchestrator.cli.terminal import Screen
+from orchestrator.cli.terminal import show as show_table
+from orchestrator.experiment import Experiment
+from orchestrator.group_following import Event, GroupFollowing
+from orchestrator.group_view import (
+    case_of,
+    group_exit_code,
+    group_json,
+    group_notes,
+    group_table,
+    group_tally,
+)
+from orchestrator.inventory import Host
+from orchestrator.ledger import RunRow
+from orchestrator.log_lines import LineAssembler, LogLine
+from orchestrator.log_view import render
+from orchestrator.runs import Report
+from orchestrator.starting import Plan
+from orchestrator.workspace import Workspace
+
+
+def run_group(
+    workspace: Workspace,
+    experiment: Experiment,
+    hosts: Sequence[Host],
+    *,
+    detach: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> int:
+    """Runs every case on every host; returns the exit code."""
+    plans = submitting.prepare_group(workspace, experiment, hosts)
+    if dry_run:
+        print(json.dumps(group_plan_json(plans), indent=2) if as_json else group_text(plans))
+        return 0
+    group_id, screen = plans[0].job["group_id"], Screen(lines_to_stderr=as_json)
+    named = ", ".join(host.name for host in hosts)
+    screen.note(
+        f"group {group_id} of {experiment.name}, {len(plans)} runs on {named}, {bundle_line(plans[0].bundle)}"
+    )
+    try:
+        with leaving():
+            _submit(workspace, plans, screen)
+    except Left as left:
+        screen.close()
+        text = f"left while group {group_id} was being submitted; what was not will never run"
+        screen.note(f"{text}; see: orch show {group_id}")
+        return left.exit_code
+    if detach:
+        run_ids = [plan.job["run_id"] for plan in plans]
+        named_ids = json.dumps({"group_id": group_id, "run_ids": run_ids})
+        print(named_ids if as_json else "\n".join((group_id, *run_ids)))
+        return 0
+    try:
+        with leaving():
+            return _follow_to_the_end(workspace, group_id, screen, as_json=as_json)
+    except Left as left:
+        screen.close()
+        return say_goodbye(
+            left, group_id, lambda: _cancel(workspace, group_id, screen), what="group", come_back="orch wait"
+        )
+
+
+def wait_group(workspace: Workspace, rows: Sequence[RunRow], *, as_json: bool) -> int:
+    """Waits until every run of a group has ended, shows the table and returns the exit code."""
+    group_id, screen = rows[0].group_id, Screen(lines_to_stderr=as_json)
+    try:
+        with leaving():
+            reconciling.glance(workspace, rows)  # what has ended, or never arrived, needs no follow
+            return _follow_to_the_end(workspace, group_id, screen, as_json=as_json, shows_lines=False)
+    except Left as left:
+        screen.close()
+        return say_goodbye(left, group_id, what="group", come_back="orch wait")
+
+
+def show_group(workspace: Workspace, rows: Sequence[RunRow], *, as_json: bool) -> int:
+    """Shows how each run of a group stands; returns 0."""
+    group_id = rows[0].group_id
+    _print(group_id, _reports(workspace, group_id, Screen()), as_json=as_json)
+    return 0
+
+
+def cancel_group(
+    workspace: Workspace, rows: Sequence[RunRow], *, grace_s: float | None, as_json: bool
+) -> int:
+    """Ends every run of a group; returns 0 when all of it is gone."""
+    group_id, screen = rows[0].group_id, Screen(lines_to_stderr=as_json)
+    try:
+        with leaving():
+            is_gone = _cancel(workspace, group_id, screen, grace_s=grace_s)
+            _print(group_id, _reports(workspace, group_id, screen), as_json=as_json)
+    except Left as left:
+        done = "it is being cancelled over there:"
+        return say_goodbye(left, group_id, done=done, what="group", come_back="orch wait")
+    return 0 if is_gone else 1
+
+
+class _GroupScreen:
+    """Shows what happens to the runs of a group, each line with its source."""
+
+    def __init__(self, screen: Screen, rows: Sequence[RunRow], *, shows_lines: bool) -> None:
+        self._screen = screen
+        self._rows = {row.run_id: row for row in rows}
+        self._numbers = {row.run_id: number for number, row in enumerate(rows)}
+        self._shows_lines = shows_lines
+        self._lines: dict[str, LineAssembler] = {}
+        self._since = time.monotonic()
+        self._ended = 0
+
+    def waiting(self) -> None:
+        """Keeps the status line and the pipe's reader up to date."""
+        self._screen.flush()
+        seconds = int(time.monotonic() - self._since)
+        ended = f"{self._ended} of {len(self._rows)} have ended"
+        self._screen.status(f"{ended} · {seconds // 60}:{seconds % 60:02}")
+
+    def event(self, event: Event) -> None:
+        """Shows a record's lines, the begin of a case, and what became of a connection."""
+        row = self._rows[event.run_id]
+        if event.note is not None:
+            self._screen.note(event.note)
+        if event.record is not None:
+            if event.record.get("kind") == "spawn":
+                self._screen.note(f"{case_of(row)} begins on {row.host}, run {row.run_id}")
+            if self._shows_lines:
+                self._show(row, event)
+        if event.is_end:
+            self._flush(row)
+            self._ended += 1
+            if event.error is not None:
+                self._screen.note(f"{case_of(row)}, run {row.run_id}: {event.error}")
+
+    def ended(self, report: Report) -> None:
+        """Says what became of a case."""
+        verdict = "has no verdict yet" if report.verdict is None else f"ends: {report.verdict.name}"
+        self._screen.note(f"{case_of(report.row)} on {report.row.host} {verdict}, run {report.row.run_id}")
+
+    def _show(self, row: RunRow, event: Event) -> None:
+        lines = self._lines.get(row.run_id)
+        if lines is None:
+            lines = self._lines[row.run_id] = LineAssembler(host=row.host, run_id=row.run_id)
+        assert event.record is not None
+        self._write(row, lines.feed(event.record))
+
+    def _flush(self, row: RunRow) -> None:
+        lines = self._lines.pop(row.run_id, None)
+        if lines is not None:
+            self._write(row, lines.flush())
+        self._screen.flush()
+
+    def _write(self, row: RunRow, lines: Iterable[LogLine]) -> None:
+        """Each run has its colour, and its lines say whose they are."""
+        screen, run = self._screen, self._numbers[row.run_id]
+        for line in lines:
+            screen.line(render(line, colour=screen.colour, columns=screen.columns, run=run))
+
+
+def _submit(workspace: Workspace, plans: Sequence[Plan], screen: Screen) -> None:
+    failed: dict[str, str] = {}
+    sent_files = submitted = 0
+    for submission in submitting.submit(workspace, plans):
+        sent_files += submission.sent_files
+        reason = submission.refusal or submission.doubt
+        submitted += reason is None
+        host = submission.plan.host.name
+        if reason is not None and failed.get(host) != reason:
+            failed[host] = reason
+            screen.note(reason)
+        screen.status(f"{submitted} of {len(plans)} submitted")
+    screen.close()
+    sent = f"sent {sent_files} files" if sent_files else "no file sent"
+    rest = f", {sent}; they need nobody here any more" if submitted else ""
+    screen.note(f"{submitted} of {len(plans)} runs submitted{rest}")
+
+
+def _follow_to_the_end(
+    workspace: Workspace, group_id: str, screen: Screen, *, as_json: bool, shows_lines: bool = True
+) -> int:
+    rows = workspace.ledger.group(group_id)
+    view = _GroupScreen(screen, rows, shows_lines=shows_lines)
+    still_open = [row for row in rows if not runs.is_settled(row)]
+    try:
+        with GroupFollowing(workspace, still_open) as following:
+            for event in following.events():
+                if event is None:
+                    view.waiting()
+                    continue
+                view.event(event)
+                if event.is_end and event.error is None:
+                    view.ended(runs.conclude(workspace, event.run_id))
+    finally:
+        screen.close()
+    reports = _reports(workspace, group_id, screen)
+    _print(group_id, reports, as_json=as_json)
+    return group_exit_code(reports)
+
+
+def _reports(workspace: Workspace, group_id: str, screen: Screen) -> list[Report]:
+    """Brings a group up to date and returns how its runs stand, host by host in the order of the queue."""
+    looked = reconciling.glance(workspace, workspace.ledger.group(group_id))
+    for host, message in looked.failed.items():
+        screen.note(f"{host}: {message}; what is shown of {host} may be old")
+    rows = workspace.ledger.group(group_id)
+    reports = [runs.report(workspace, row.run_id) for row in rows]
+    return [replace(report, observed=looked.seen.get(report.row.run_id)) for report in reports]
+
+
+def _print(group_id: str, reports: Sequence[Report], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(group_json(group_id, reports), indent=2))
+        return
+    show_table(group_table(reports, now_t=time.time()))
+    for note in group_notes(reports):
+        print(note)
+    print(f"group {group_id}: {group_tally(reports)}")
+
+
+def _cancel(workspace: Workspace, group_id: str, screen: Screen, *, grace_s: float | None = None) -> bool:
+    """Tells whether all of the group is gone."""
+    found = cancel_all(workspace, workspace.ledger.group(group_id), grace_s=grace_s)
+    for host, message in found.failed.items():
+        screen.note(f"{host}: {message}; nothing is known to have changed there")
+    for process in found.survivors:
+        screen.note(f"could not be ended: {process}")
+    return found.have_all_ended and not found.survivors

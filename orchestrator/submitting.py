@@ -1,0 +1,178 @@
+"""Starts many runs as one group: all rows first, then each host's runs in their order over one connection.
+
+Hosts are served side by side, each by a thread that touches no ledger. A host that fails one start gets no
+more; the others go on. Runs that were not submitted when this process dies are found by any later command, as
+one that broke off is: their host knows nothing of them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+from orchestrator import remote
+from orchestrator.errors import OrchError, Unreachable
+from orchestrator.experiment import Experiment
+from orchestrator.host_starter import HostStarter, NeverStarted
+from orchestrator.inventory import Host
+from orchestrator.job import Turn, job_for, secrets_of
+from orchestrator.lifecycle import State
+from orchestrator.run_folder import starting_together
+from orchestrator.starting import (
+    Plan,
+    bundle_of,
+    new_id,
+    note_created,
+    note_started,
+    read_secrets,
+    refuse,
+    row_of,
+)
+from orchestrator.workspace import Workspace
+
+GROUP_PREFIX = "g-"  # no run id holds a dash: a group is told from a run at sight
+JOIN_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Submission:
+    """What became of one start: its host has it, or ``refusal`` says why not, or ``doubt`` why it may."""
+
+    plan: Plan
+    sent_files: int = 0
+    refusal: str | None = None
+    doubt: str | None = None
+
+
+def prepare_group(workspace: Workspace, experiment: Experiment, hosts: Sequence[Host]) -> tuple[Plan, ...]:
+    """Returns a plan for every case on every host, host by host; reads and hashes, starts nothing.
+
+    Raises:
+        UsageError: as `starting.prepare`.
+    """
+    bundle, group_id = bundle_of(workspace, experiment), f"{GROUP_PREFIX}{new_id()}"
+    at_once = 1 if experiment.matrix is None else experiment.matrix.at_once
+    return tuple(
+        Plan(
+            job=job_for(new_id(), case, bundle, host, Turn(group_id, place, at_once)),
+            bundle=bundle,
+            host=host,
+            secrets=secrets_of(case, host),
+        )
+        for host in hosts
+        for place, case in enumerate(experiment.cases())
+    )
+
+
+def submit(workspace: Workspace, plans: Sequence[Plan]) -> Iterator[Submission]:
+    """Launches a group's plans; yields what became of each as it is known and written down.
+
+    Leaving early stops submitting, not the runs that were submitted.
+
+    Raises:
+        UsageError: a secret is not in this environment; nothing was started.
+    """
+    secret_env = {plan.job["run_id"]: read_secrets(plan.secrets) for plan in plans}
+    folders = [workspace.folder(plan.job["run_id"]) for plan in plans]
+    with starting_together(folders):
+        workspace.ledger.insert(*(row_of(plan, State.STARTING) for plan in plans))
+        for plan, folder in zip(plans, folders, strict=True):
+            note_created(folder, plan)
+        by_host: dict[str, list[Plan]] = {}
+        for plan in plans:
+            by_host.setdefault(plan.host.name, []).append(plan)
+        results: SimpleQueue[Submission] = SimpleQueue()
+        threads = [_HostThread(workspace, mine, secret_env, results) for mine in by_host.values()]
+        try:
+            for thread in threads:
+                thread.start()
+            for _ in plans:
+                submission = results.get()
+                _write_down(workspace, submission)
+                yield submission
+        finally:
+            for thread in threads:
+                thread.leave()
+
+
+class _HostThread(threading.Thread):
+    """Submits the runs of one host in their order."""
+
+    def __init__(
+        self,
+        workspace: Workspace,
+        plans: Sequence[Plan],
+        secret_env: Mapping[str, Mapping[str, str]],
+        results: SimpleQueue[Submission],
+    ) -> None:
+        super().__init__(name=f"orch-submit-{plans[0].host.name}", daemon=True)
+        self._workspace = workspace
+        self._plans = plans
+        self._secret_env = secret_env
+        self._results = results
+        self._starter = HostStarter(plans[0].host, workspace.store)
+        self._is_leaving = False
+
+    def leave(self) -> None:
+        """Ends the thread, wherever it is, and closes the connection."""
+        self._is_leaving = True
+        self._starter.close()
+        if self.is_alive():
+            self.join(JOIN_S)
+
+    def run(self) -> None:
+        """Runs in the thread; after a failure the host's other runs are refused for the same reason."""
+        failure: str | None = None
+        with self._starter:
+            for plan in self._plans:
+                if self._is_leaving:
+                    return
+                if failure is not None:
+                    self._results.put(Submission(plan=plan, refusal=failure))
+                    continue
+                if self._workspace.folder(plan.job["run_id"]).take_cancel_request() is not None:
+                    self._results.put(Submission(plan=plan, refusal="cancelled before it was submitted"))
+                    continue
+                submission = self._submit(plan)
+                failure = submission.refusal or submission.doubt
+                self._results.put(submission)
+
+    def _submit(self, plan: Plan) -> Submission:
+        run_id = plan.job["run_id"]
+        folder = self._workspace.folder(run_id)
+        try:
+            started, talk = self._starter.start(
+                plan.job, plan.bundle, None, self._secret_env[run_id], self._unreachable
+            )
+            talk.close()
+            note_started(folder, plan.host, started, talk)
+            folder.end_starting()
+            request = folder.take_cancel_request()
+            if request is not None and self._starter.transport is not None:
+                remote.stop(self._starter.transport, run_id, request["grace_s"])
+        except NeverStarted as error:
+            return Submission(plan=plan, refusal=str(error.cause))
+        except OrchError as error:
+            return Submission(plan=plan, doubt=str(error))
+        except Exception as error:  # noqa: BLE001  (a thread's error must reach the caller)
+            return Submission(plan=plan, doubt=f"the start failed: {type(error).__name__}: {error}")
+        return Submission(plan=plan, sent_files=started.sent_files)
+
+    def _unreachable(self, error: Unreachable, _pause_s: float) -> None:
+        if self._is_leaving:
+            raise error
+
+
+def _write_down(workspace: Workspace, submission: Submission) -> None:
+    run_id = submission.plan.job["run_id"]
+    folder = workspace.folder(run_id)
+    if submission.refusal is not None:
+        refuse(workspace, run_id, submission.refusal)
+    elif submission.doubt is not None:
+        folder.observe("unreachable", message=submission.doubt)
+        workspace.ledger.update(run_id, reason=submission.doubt)
+    else:
+        workspace.ledger.mark_queued(run_id)
+    folder.end_starting()

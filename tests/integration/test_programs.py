@@ -1,0 +1,81 @@
+"""Scripts and commands as runs, from the command line to a verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.project import Project
+
+ARGS = ["--lr", "a 'b' $(id)"]
+SCRIPT = """
+import os, sys
+print(sys.argv[1:], __name__, os.path.basename(__file__), os.environ.get("MODE"))
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Iterator[Project]:
+    project = Project(tmp_path / "my project")
+    yield project
+    project.end_all()
+
+
+def test_a_script_runs_with_its_arguments_and_is_a_run_like_any_other(project: Project) -> None:
+    (project.folder / "my script.py").write_text(SCRIPT)
+    asked = ("--host", "here", "--env", "MODE=fast", "--timeout", "1m", "--grace", "0")
+    done = project.orch("run", "my script.py", *asked, "--json", "--", *ARGS)
+    assert done.code == 0, done.err
+    first = done.json["run"]["run_id"]
+    assert project.output(first) == f"{ARGS} __main__ my script.py fast\n"
+    job = project.records(first)[0]["job"]
+    assert (job["timeout_s"], job["grace_s"], job["script"]) == (60.0, 0.0, "my script.py")
+    assert "1 files" in done.err
+    (project.folder / "my script.py").write_text("raise SystemExit(7)")
+    assert project.orch("rerun", first).code == 0
+    second = project.orch("run", "my script.py", "--host", "here", "--json")
+    assert (second.code, second.json["run"]["exit_code"]) == (1, 7)
+    assert "script       'my script.py' --lr" in project.orch("show", first).out
+    asked_changes = project.orch("diff", first, "last", "--json").json["asked"]
+    assert {"name": "args", "a": ARGS, "b": []} in asked_changes
+
+
+def test_a_script_of_a_payload_brings_it(project: Project) -> None:
+    project.experiment("print('imported')", name="part")
+    (project.folder / "payloads" / "probe" / "tool.py").write_text("import probe.part\nimport part\n")
+    done = project.orch("run", "payloads/probe/tool.py", "--host", "here", "--json")
+    assert done.code == 0, done.err
+    assert project.output(done.json["run"]["run_id"]) == "imported\nimported\n"
+
+
+def test_a_command_gets_its_arguments_as_they_are_and_its_exit_code_is_the_result(project: Project) -> None:
+    done = project.orch("exec", "here", "--json", "--", "printf", "%s|", "$HOME", "a b", "*")
+    assert done.code == 0, done.err
+    assert project.output(done.json["run"]["run_id"]) == "$HOME|a b|*|"
+    assert "no code is sent" in done.err
+    done = project.orch("exec", "here", "--json", "--env", "A=5", "--", "sh", "-c", "exit $A")
+    assert (done.code, done.json["run"]["exit_code"]) == (1, 5)
+
+
+def test_a_command_that_is_not_there_is_refused_by_its_name(project: Project) -> None:
+    done = project.orch("exec", "here", "--", "no-such-program")
+    assert done.code == 3
+    assert "no-such-program" in done.out
+    assert "refused (not good)" in done.out
+
+
+def test_what_belongs_into_a_file_or_to_a_script_is_told_apart(project: Project) -> None:
+    path = project.experiment(SCRIPT)
+    (project.folder / "x.py").touch()
+    for arguments, message in (
+        ((path, "--devices", "0"), "--devices is for scripts (….py): write `devices:` in"),
+        ((path, "--alloc-conf", "a:1"), "write `alloc_conf:` in"),
+        ((path, "--", "--lr"), "arguments are for scripts"),
+        (("x.py", "--set", "a=1"), "--set is for experiments"),
+        (("x.py", "--profile", "p"), "--profile is for experiments"),
+    ):
+        done = project.orch("run", "--host", "here", *arguments)
+        assert (done.code, message in done.err) == (2, True), done.err
+    assert project.runs() == []
