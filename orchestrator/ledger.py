@@ -1,8 +1,9 @@
 """The index of every run that this controller knows: one row each, in SQLite.
 
-Knows how to store, find and change rows while other processes do the same, and how to bring an older file up
-to date. What a state means is lifecycle's business; what a run wrote stands in its records, from which rows
-can be made again. The values of a job's environment may be secrets and are never stored, only their names.
+Knows how to store, find and change rows while other processes do the same; the file and its schema are
+`ledger_file`'s. What a state means is lifecycle's business; what a run wrote stands in its records, from
+which rows can be made again. The values of a job's environment may be secrets and are never stored, only
+their names.
 
 Writers queue: each change is one ``BEGIN IMMEDIATE`` transaction that waits up to `BUSY_TIMEOUT_S` for its
 turn. Rows are numbered as they are inserted, and "recent" and "last" mean that order; clocks of a controller
@@ -15,55 +16,26 @@ import json
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, Self, TypedDict, Unpack
+from typing import Any, Self, TypedDict, Unpack
 
 from orchestrator.errors import StorageError, UnknownName
+from orchestrator.ledger_file import REBUILD, connect, transaction, translated, use
 from orchestrator.lifecycle import State, check_transition
 
-APPLICATION_ID = 0x6F726368  # "orch", in SQLite's file header
-BUSY_TIMEOUT_S = 30.0
 MOST_FOUND = 20
 MASK = "***"
-
-# Each entry takes the schema one version further; released entries are never edited.
-MIGRATIONS: tuple[tuple[str, ...], ...] = (
-    (
-        """
-        CREATE TABLE runs (
-            number     INTEGER PRIMARY KEY AUTOINCREMENT,
-            run_id     TEXT NOT NULL UNIQUE,
-            group_id   TEXT NOT NULL,
-            retry_of   TEXT,
-            experiment TEXT NOT NULL,
-            profile    TEXT,
-            host       TEXT NOT NULL,
-            bundle     TEXT NOT NULL,
-            commit_id  TEXT,
-            dirty      INTEGER NOT NULL,
-            state      TEXT NOT NULL,
-            verdict    TEXT,
-            exit_code  INTEGER,
-            signal     INTEGER,
-            reason     TEXT,
-            created_t  REAL NOT NULL,
-            started_t  REAL,
-            ended_t    REAL,
-            pid        INTEGER,
-            job        TEXT NOT NULL
-        )
-        """,
-        "CREATE INDEX runs_by_host ON runs (host, number)",
-    ),
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunRow:
-    """One run; times are seconds since the epoch, ``…_t`` and ``pid`` are None until known."""
+    """One run; times are seconds since the epoch, ``…_t`` and ``pid`` are None until known.
+
+    ``is_adopted``: another controller started it, and this one found it on its host.
+    """
 
     run_id: str
     group_id: str
@@ -83,6 +55,7 @@ class RunRow:
     started_t: float | None = None
     ended_t: float | None = None
     pid: int | None = None
+    is_adopted: bool = False
     job: dict[str, Any]
 
 
@@ -103,15 +76,30 @@ _COLUMNS = tuple(item.name for item in fields(RunRow))
 _CHANGING = frozenset(RunChanges.__annotations__)
 _SELECT = f"SELECT {', '.join(_COLUMNS)} FROM runs "  # noqa: S608  (our own column names)
 _INSERT = f"INSERT INTO runs ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"  # noqa: S608
+_ADOPT = _INSERT + " ON CONFLICT (run_id) DO NOTHING"
 _GET = _SELECT + "WHERE run_id = ?"
 _RECENT = _SELECT + "ORDER BY number DESC LIMIT ?"
 _RECENT_ON_HOST = _SELECT + "WHERE host = ? ORDER BY number DESC LIMIT ?"
-_NOT_ENDED = (State.CREATED, State.STARTING, State.LOST)
-_MARK_RUNNING = (
+_IS_OPEN = "state IN ('created', 'starting', 'queued', 'running', 'lost')"  # as the index has it
+_OPEN = _SELECT + f"WHERE {_IS_OPEN} ORDER BY number"
+_OF_GROUP = _SELECT + "WHERE group_id = ? ORDER BY number"
+_LAST = _SELECT + "WHERE NOT is_adopted ORDER BY number DESC LIMIT 1"
+_AHEAD = (
+    "SELECT count(*) FROM runs WHERE group_id = (SELECT group_id FROM runs WHERE run_id = ?1) "  # noqa: S608
+    "AND host = (SELECT host FROM runs WHERE run_id = ?1) "
+    f"AND number < (SELECT number FROM runs WHERE run_id = ?1) AND {_IS_OPEN}"
+)
+_MARK = (
     "UPDATE runs SET state = ?, verdict = NULL, reason = NULL, ended_t = NULL "
-    "WHERE run_id = ? AND state IN (?, ?, ?)"
+    "WHERE run_id = ? AND state IN (?, ?, ?, ?)"
 )
 _FIND = "SELECT run_id FROM runs WHERE run_id >= ? AND run_id < ? ORDER BY run_id LIMIT ?"
+_FIND_GROUPS = (
+    "SELECT DISTINCT group_id FROM runs WHERE group_id >= ? AND group_id < ? "
+    "AND NOT EXISTS (SELECT 1 FROM runs AS own WHERE own.run_id = runs.group_id) ORDER BY group_id LIMIT ?"
+)
+_NOTE_UNREACHABLE = "INSERT INTO unreachable VALUES (?, ?) ON CONFLICT (host) DO NOTHING"
+_UNREACHABLE_SINCE = "SELECT since_t FROM unreachable WHERE host = ?"
 
 
 class Ledger:
@@ -120,9 +108,10 @@ class Ledger:
     Every method raises StorageError when the file cannot be read or written.
     """
 
-    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
+    def __init__(self, path: Path, connection: sqlite3.Connection, use_fd: int) -> None:
         self.path = path
         self._connection = connection
+        self._use_fd: int | None = use_fd
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -132,20 +121,23 @@ class Ledger:
             StorageError: the folder cannot be written, or the file is damaged, not a ledger, or of a newer
             version.
         """
-        with _translated(path):
-            _create(path)
-            connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
-            try:
-                _prepare(connection, path)
-            except BaseException:
-                connection.close()
-                raise
-        return cls(path, connection)
+        use_fd = use(path)
+        try:
+            return cls(path, connect(path), use_fd)
+        except BaseException:
+            os.close(use_fd)
+            raise
 
-    def insert(self, row: RunRow) -> None:
-        """Adds a run."""
+    def insert(self, *rows: RunRow) -> None:
+        """Adds runs, all of them or none."""
         with self._transaction():
-            self._connection.execute(_INSERT, [_stored(name, getattr(row, name)) for name in _COLUMNS])
+            for row in rows:
+                self._connection.execute(_INSERT, _values(row))
+
+    def adopt(self, rows: Iterable[RunRow]) -> list[str]:
+        """Adds those runs that are not here yet, all at once; returns their ids."""
+        with self._transaction():
+            return [row.run_id for row in rows if self._connection.execute(_ADOPT, _values(row)).rowcount]
 
     def update(self, run_id: str, **changes: Unpack[RunChanges]) -> RunRow:
         """Changes a run and returns the row as it stands then.
@@ -167,8 +159,11 @@ class Ledger:
 
     def mark_running(self, run_id: str) -> None:
         """Notes that a run was seen alive, unless its end is known already; a lost run is found again."""
-        with self._transaction():
-            self._connection.execute(_MARK_RUNNING, [State.RUNNING, run_id, *_NOT_ENDED])
+        self._mark(run_id, State.RUNNING, State.QUEUED)
+
+    def mark_queued(self, run_id: str) -> None:
+        """Notes that a run was seen waiting for its turn, unless it is known to have come further."""
+        self._mark(run_id, State.QUEUED, State.CREATED)
 
     def get(self, run_id: str) -> RunRow:
         """Returns a run by its whole id.
@@ -176,36 +171,88 @@ class Ledger:
         Raises:
             UnknownName: there is no such run.
         """
-        with _translated(self.path):
+        with translated(self.path):
             return self._get(run_id)
 
     def find(self, prefix: str) -> list[str]:
         """Returns the ids that begin with ``prefix``, in alphabetical order, at most `MOST_FOUND`."""
-        if not _is_storable(prefix):
-            return []
-        with _translated(self.path):
-            found = self._connection.execute(_FIND, (prefix, prefix + chr(0x10FFFF), MOST_FOUND))
-            return [run_id for (run_id,) in found]
+        return self._prefixed(_FIND, prefix)
 
     def recent(self, limit: int, host: str | None = None) -> list[RunRow]:
         """Returns the runs inserted last, newest first."""
         query, values = (_RECENT, (limit,)) if host is None else (_RECENT_ON_HOST, (host, limit))
-        with _translated(self.path):
+        with translated(self.path):
             return [self._row(found) for found in self._connection.execute(query, values)]
 
     def last(self) -> RunRow | None:
-        """Returns the run inserted last, None in an empty ledger."""
-        return next(iter(self.recent(1)), None)
+        """Returns the run of this controller inserted last, None when there is none."""
+        with translated(self.path):
+            found = self._connection.execute(_LAST).fetchone()
+        return None if found is None else self._row(found)
+
+    def open_runs(self, host: str | None = None) -> list[RunRow]:
+        """Returns the runs whose end is not known, lost ones included, in the order of their insertion."""
+        with translated(self.path):
+            rows = [self._row(found) for found in self._connection.execute(_OPEN)]
+        return [row for row in rows if host in (None, row.host)]
+
+    def group(self, group_id: str) -> list[RunRow]:
+        """Returns the runs of a group in the order of their insertion; none for an id that is no group's."""
+        if not _is_storable(group_id):
+            return []
+        with translated(self.path):
+            return [self._row(found) for found in self._connection.execute(_OF_GROUP, (group_id,))]
+
+    def find_groups(self, prefix: str) -> list[str]:
+        """Returns the ids that begin with ``prefix`` and are groups' alone, as `find` does.
+
+        A run that was started by itself is a group by its own id, and that names the run.
+        """
+        return self._prefixed(_FIND_GROUPS, prefix)
+
+    def ahead_of(self, run_id: str) -> int:
+        """Returns how many earlier runs of a run's group on its host have not ended, as far as is known."""
+        with translated(self.path):
+            return int(self._connection.execute(_AHEAD, (run_id,)).fetchone()[0])
+
+    def note_unreachable(self, host: str) -> float:
+        """Notes that a host could not be asked; returns since when that is so."""
+        with self._transaction():
+            self._connection.execute(_NOTE_UNREACHABLE, (host, time.time()))
+            return float(self._connection.execute(_UNREACHABLE_SINCE, (host,)).fetchone()[0])
+
+    def note_reachable(self, host: str) -> None:
+        """Notes that a host answered; writes only when it did not before."""
+        with translated(self.path):
+            if self._connection.execute(_UNREACHABLE_SINCE, (host,)).fetchone() is None:
+                return
+        with self._transaction():
+            self._connection.execute("DELETE FROM unreachable WHERE host = ?", (host,))
 
     def close(self) -> None:
         """Closes the file; may be called again."""
         self._connection.close()
+        if self._use_fd is not None:
+            os.close(self._use_fd)
+            self._use_fd = None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _mark(self, run_id: str, state: State, earlier: State) -> None:
+        before = (State.CREATED, State.STARTING, State.LOST, earlier)
+        with self._transaction():
+            self._connection.execute(_MARK, [state, run_id, *before])
+
+    def _prefixed(self, query: str, prefix: str) -> list[str]:
+        if not _is_storable(prefix):
+            return []
+        with translated(self.path):
+            found = self._connection.execute(query, (prefix, prefix + chr(0x10FFFF), MOST_FOUND))
+            return [name for (name,) in found]
 
     def _get(self, run_id: str) -> RunRow:
         found = self._connection.execute(_GET, (run_id,)).fetchone() if _is_storable(run_id) else None
@@ -217,85 +264,25 @@ class Ledger:
         found = dict(zip(_COLUMNS, values, strict=True))
         try:
             found.update(
-                state=State(found["state"]), dirty=bool(found["dirty"]), job=json.loads(found["job"])
+                state=State(found["state"]),
+                dirty=bool(found["dirty"]),
+                is_adopted=bool(found["is_adopted"]),
+                job=json.loads(found["job"]),
             )
         except ValueError as error:
             raise StorageError(
-                f"{self.path}: the row of run {found['run_id']!r} cannot be read: {error}; {_SET_ASIDE}"
+                f"{self.path}: the row of run {found['run_id']!r} cannot be read: {error}; {REBUILD}"
             ) from error
         return RunRow(**found)
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        with _translated(self.path), _transaction(self._connection, "IMMEDIATE"):
+        with translated(self.path), transaction(self._connection, "IMMEDIATE"):
             yield
 
 
-def _create(path: Path) -> None:
-    """Makes an empty file that only its owner can read; SQLite gives its companions the same mode."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with suppress(FileExistsError):
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
-
-
-def _prepare(connection: sqlite3.Connection, path: Path) -> None:
-    with _transaction(connection, "DEFERRED"):  # what is read belongs together
-        _check_owner(connection, path)
-    _eventually(lambda: connection.execute("PRAGMA journal_mode = WAL"))
-    if _pragma(connection, "user_version") == len(MIGRATIONS):
-        return
-    with _transaction(connection, "IMMEDIATE"):
-        version = _check_owner(connection, path)
-        for statements in MIGRATIONS[version:]:
-            for statement in statements:
-                connection.execute(statement)
-        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-        connection.execute(f"PRAGMA user_version = {len(MIGRATIONS)}")
-
-
-def _check_owner(connection: sqlite3.Connection, path: Path) -> int:
-    """Returns the schema version of a ledger, 0 for an empty file; refuses what else a file can be."""
-    owner, version = _pragma(connection, "application_id"), _pragma(connection, "user_version")
-    is_empty = connection.execute("SELECT count(*) FROM sqlite_master").fetchone() == (0,)
-    if owner != APPLICATION_ID and not (is_empty and owner == 0 and version == 0):
-        raise StorageError(
-            f"{path}: this SQLite file belongs to another program; move it, or choose another folder"
-        )
-    if version > len(MIGRATIONS):
-        raise StorageError(
-            f"{path}: written by a newer orch (schema {version}, not {len(MIGRATIONS)}); update this one"
-        )
-    return version
-
-
-def _pragma(connection: sqlite3.Connection, name: str) -> int:
-    return int(connection.execute(f"PRAGMA {name}").fetchone()[0])
-
-
-@contextmanager
-def _transaction(connection: sqlite3.Connection, kind: Literal["DEFERRED", "IMMEDIATE"]) -> Iterator[None]:
-    connection.execute(f"BEGIN {kind}")
-    try:
-        yield
-        connection.execute("COMMIT")
-    except BaseException:
-        if connection.in_transaction:
-            connection.execute("ROLLBACK")
-        raise
-
-
-def _eventually(action: Callable[[], object]) -> None:
-    """Repeats what SQLite refuses at once, without its busy timeout, while another process does the same."""
-    give_up_t = time.monotonic() + BUSY_TIMEOUT_S
-    while True:
-        try:
-            action()
-        except sqlite3.OperationalError as error:
-            if _code(error) != sqlite3.SQLITE_BUSY or time.monotonic() > give_up_t:
-                raise
-            time.sleep(0.02)
-        else:
-            return
+def _values(row: RunRow) -> list[Any]:
+    return [_stored(name, getattr(row, name)) for name in _COLUMNS]
 
 
 def _stored(name: str, value: Any) -> Any:
@@ -308,38 +295,3 @@ def _stored(name: str, value: Any) -> Any:
 def _is_storable(text: str) -> bool:
     """A command line's argument that is not UTF-8 holds surrogates, which no row can hold."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
-
-
-_SET_ASIDE = "move it aside and orch begins a new one (the runs' records stay where they are)"
-
-_ADVICE: dict[int, str] = {
-    sqlite3.SQLITE_BUSY: f"another process kept it locked for {BUSY_TIMEOUT_S:.0f} s; try again",
-    sqlite3.SQLITE_LOCKED: "another connection of this process keeps it locked",
-    sqlite3.SQLITE_CANTOPEN: "check that its folder exists and that you may write there",
-    sqlite3.SQLITE_READONLY: "you may not write it; check the owner and mode of the file and its folder",
-    sqlite3.SQLITE_PERM: "you may not write it; check the owner and mode of the file and its folder",
-    sqlite3.SQLITE_FULL: "make room on its disk and try again; nothing was changed",
-    sqlite3.SQLITE_IOERR: "its disk fails or is full; check both and try again",
-    sqlite3.SQLITE_CORRUPT: f"it is damaged; {_SET_ASIDE}",
-    sqlite3.SQLITE_NOTADB: f"it is not a ledger, or damaged; {_SET_ASIDE}",
-    sqlite3.SQLITE_CONSTRAINT: "the ledger holds that run already, or a value that it must have is missing",
-}
-
-
-def _code(error: sqlite3.Error) -> int:
-    """Returns SQLite's primary result code; errors of the Python module itself have none."""
-    return getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
-
-
-@contextmanager
-def _translated(path: Path) -> Iterator[None]:
-    """Turns what SQLite and the file system raise into StorageError."""
-    try:
-        yield
-    except sqlite3.Error as error:
-        advice = _ADVICE.get(_code(error), f"if this stays so, {_SET_ASIDE}")
-        raise StorageError(f"{path}: {error}; {advice}") from error
-    except OSError as error:
-        raise StorageError(
-            f"{path}: cannot be opened: {error.strerror}; check the folder's owner and mode"
-        ) from error

@@ -2,13 +2,15 @@
 
 ::
 
-    CREATED ──→ STARTING ──→ RUNNING ──→ SUCCEEDED   the process ended with 0
-       │            │           ├──────→ FAILED      … with another code
-       │            │           ├──────→ KILLED      … by a signal
-       │            │           ├──────→ TIMEOUT     ended by the supervisor: its time was over
-       ├────────────┼───────────┼──────→ CANCELLED   ended by the supervisor: somebody asked for it
-       ├────────────┼───────────┴──────→ REFUSED     the host did not start it, or stopped it before any work
-       └────────────┴──────────────────→ LOST        nothing is known of it where it should be
+    CREATED ──→ STARTING ──→ QUEUED ──→ RUNNING ──→ SUCCEEDED   the process ended with 0
+       │            │           │          ├──────→ FAILED      … with another code
+       │            │           │          ├──────→ KILLED      … by a signal
+       │            │           │          ├──────→ TIMEOUT     ended by the supervisor: its time was over
+       ├────────────┼───────────┼──────────┼──────→ CANCELLED   … because somebody asked for it
+       ├────────────┼───────────┼──────────┴──────→ REFUSED     not started, or stopped before any work
+       └────────────┴───────────┴─────────────────→ LOST        nothing is known of it where it should be
+
+QUEUED means that the host has the run and it waits for its turn there; a run without a queue is never QUEUED.
 
 A controller that looks late may skip states forward, never go back. A terminal state stays, with one
 exception: LOST says that nothing was found, so what is found later corrects it. Network loss is no transition
@@ -34,6 +36,8 @@ from orchestrator.text import did_you_mean
 Record = Mapping[str, Any]
 
 MOST_NOTES = 20
+MISSING = "missing"  # the kind of the record that readers find in a hole's place; no supervisor writes it
+CUT_REASON = "part of the records was cut by the run's log limit before it came here, and may have said more"
 
 
 class State(StrEnum):
@@ -41,6 +45,7 @@ class State(StrEnum):
 
     CREATED = "created"
     STARTING = "starting"
+    QUEUED = "queued"
     RUNNING = "running"
     SUCCEEDED = "succeeded"
     FAILED = "failed"
@@ -51,14 +56,15 @@ class State(StrEnum):
     LOST = "lost"
 
 
-_ACTIVE = frozenset({State.CREATED, State.STARTING, State.RUNNING})
+_ACTIVE = frozenset({State.CREATED, State.STARTING, State.QUEUED, State.RUNNING})
 _ENDED = frozenset(State) - _ACTIVE - {State.LOST}
 
 TRANSITIONS: Mapping[State, frozenset[State]] = {
-    State.CREATED: frozenset({State.STARTING, State.RUNNING, State.LOST}) | _ENDED,
-    State.STARTING: frozenset({State.RUNNING, State.LOST}) | _ENDED,
+    State.CREATED: frozenset({State.STARTING, State.QUEUED, State.RUNNING, State.LOST}) | _ENDED,
+    State.STARTING: frozenset({State.QUEUED, State.RUNNING, State.LOST}) | _ENDED,
+    State.QUEUED: frozenset({State.RUNNING, State.LOST}) | _ENDED,
     State.RUNNING: frozenset({State.LOST}) | _ENDED,
-    State.LOST: frozenset({State.RUNNING}) | _ENDED,
+    State.LOST: frozenset({State.QUEUED, State.RUNNING}) | _ENDED,
     **{state: frozenset() for state in _ENDED},
 }
 
@@ -66,6 +72,11 @@ TRANSITIONS: Mapping[State, frozenset[State]] = {
 def is_terminal(state: State) -> bool:
     """Nothing more is waited for."""
     return state not in _ACTIVE
+
+
+def is_settled(state: State) -> bool:
+    """Nothing that a host says can change it; a lost run may still be found."""
+    return state in _ENDED
 
 
 def check_transition(old: State, new: State) -> None:
@@ -105,7 +116,8 @@ class Outcome:
     while there is none. ``oom_kill`` is where the kernel killed for memory meanwhile: "cgroup" or "host".
     ``metrics`` holds the last value of each name; one that is no number is NaN. ``survivors`` could not be
     ended. ``unproven`` is what was asked for and never reported from inside. ``notes`` are oddities that
-    change no verdict, at most `MOST_NOTES`.
+    change no verdict, at most `MOST_NOTES`. ``is_cut``: the run's log limit removed more than output before
+    it was mirrored, so that what that said is not known.
     """
 
     end: str | None = None
@@ -130,6 +142,7 @@ class Outcome:
     devices: tuple[Device, ...] = ()
     is_end_sealed: bool = True
     unproven: tuple[str, ...] = ()
+    is_cut: bool = False
     peak_rss_bytes: int | None = None
     peak_memory: tuple[Peak, ...] = ()
 
@@ -176,6 +189,7 @@ def judge(outcome: Outcome, expectation: Expectation) -> Verdict:
     name, reasons = _name(outcome)
     if name in expectation.verdicts:
         broken = tuple(_broken_bounds(outcome.metrics, expectation.metrics))
+        broken = (*broken, CUT_REASON) if broken and outcome.is_cut else broken
         name, reasons = ("out_of_bounds", broken) if broken else (name, reasons)
     is_good = name in expectation.verdicts
     if not is_good:
@@ -195,8 +209,12 @@ def outcome_of(records: Iterable[Record]) -> Outcome:
         read = _READERS.get(str(record.get("kind")))
         if read is not None:
             read(found, record)
-    asked = found.pop("asked", {})
-    return Outcome(**found, unproven=tuple(_unproven(asked, found)))
+    asked, missing, others_cut = (found.pop(name, None) for name in ("asked", "missing", "others_cut"))
+    is_cut = missing is not None and others_cut != 0
+    if missing is not None:
+        what = "what they said of metrics, facts and exceptions is not known" if is_cut else "output, no more"
+        _note(found, f"records {', '.join(missing)} were cut by the run's log limit before they came: {what}")
+    return Outcome(**found, unproven=tuple(_unproven(asked or {}, found)), is_cut=is_cut)
 
 
 def _name(outcome: Outcome) -> tuple[str, tuple[str, ...]]:
@@ -206,7 +224,8 @@ def _name(outcome: Outcome) -> tuple[str, tuple[str, ...]]:
     if outcome.mismatches:
         return "mismatch", (*outcome.mismatches, *ended)
     if outcome.end == "exited" and outcome.exit_code == 0:
-        return ("unverified", outcome.unproven) if outcome.unproven else ("ok", ())
+        doubt = (CUT_REASON,) if outcome.is_cut else ()
+        return ("unverified", (*outcome.unproven, *doubt)) if outcome.unproven else ("ok", ())
     if outcome.end == "exited" and (outcome.exception_type or "").endswith("OutOfMemoryError"):
         return "oom", ended
     return str(outcome.state), ended
@@ -328,6 +347,15 @@ def _read_exit(found: dict[str, Any], record: Record) -> None:
     found["peak_rss_bytes"] = max(filter(None, (found.get("peak_rss_bytes"), peak)), default=None)
 
 
+def _read_missing(found: dict[str, Any], record: Record) -> None:
+    """Stands where records were; see `holes`."""
+    found["missing"] = (*found.get("missing", ()), f"{record.get('seq')} to {record.get('last')}")
+
+
+def _read_cut(found: dict[str, Any], record: Record) -> None:
+    found["others_cut"] = _integer(record.get("others"))
+
+
 def _read_pipe_held(found: dict[str, Any], record: Record) -> None:
     for process in _processes(record.get("holders")):
         _note(found, f"kept the output open after the main process had ended: {process}")
@@ -352,6 +380,8 @@ def _read_end(found: dict[str, Any], record: Record) -> None:
 
 _READERS = {
     "segment": _read_segment,
+    MISSING: _read_missing,
+    "cut": _read_cut,
     "seal": _read_seal,
     "code_changed": _read_code_changed,
     "spawn": _read_spawn,

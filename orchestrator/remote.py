@@ -1,4 +1,4 @@
-"""One conversation with a host's supervisor over one channel: start, read, stop, status, digests.
+"""One conversation with a host's supervisor over one channel: start, read, stop, status, digests, clock.
 
 `Conversation.open` sends what a host needs to answer (the bootstrap and, when it is missing there, the
 supervisor) and the request in one go, so that a host which has them answers after one round trip. Reads no
@@ -18,6 +18,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, Self
 
+from orchestrator import clocks
+from orchestrator.clocks import Offset
 from orchestrator.errors import HostError, HostUnfit, OrchError, ProtocolError, StorageError, Unreachable
 from orchestrator.inventory import Host
 from orchestrator.supervisor import bootstrap, wire
@@ -32,9 +34,11 @@ LOADER = (
 TOO_OLD = "orch-needs-python-3.8 "
 OLDER_THAN_3_4 = "Unknown option: -I"
 ANSWER_TIMEOUT_S = 60.0
+PAGE_TIMEOUT_S = 600.0  # a large folder takes its time to measure and to delete
 SILENCE_TIMEOUT_S = 30.0
 MAX_NOISE_BYTES = 1024 * 1024
 COMMAND_NOT_FOUND = 127
+CLOCK_TRIPS = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +61,15 @@ class Piece:
     data: bytes
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cut:
+    """All from ``cursor`` to the end of segment ``through`` is gone there; ``stub`` was its last line."""
+
+    cursor: Cursor
+    through: int
+    stub: bytes
+
+
 class Objects(Protocol):
     """Where the files of a bundle are read from, by hash."""
 
@@ -75,12 +88,20 @@ class Started:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Standing:
-    """What a host says of a run; ``orphans`` describes processes that outlived its supervisor."""
+    """What a host says of a run; ``orphans`` describes processes that outlived its supervisor.
+
+    ``silent_s``: since its records were last written, None when it is not alive. ``is_stopped``: its
+    supervisor is (SIGSTOP). ``was_rebooted``: the host, since the run began.
+    """
 
     exists: bool
     has_started: bool
     is_alive: bool
     orphans: tuple[str, ...]
+    is_waiting: bool = False
+    silent_s: float | None = None
+    is_stopped: bool = False
+    was_rebooted: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,11 +134,15 @@ class BundleState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Digests:
-    """What a host has of a run; ``bundle`` is None when no manifest was sent to compare with."""
+    """What a host has of a run; ``bundle`` is None when no manifest was sent to compare with.
+
+    ``cut`` is the newest segment that the run's limit removed there, with its last line; None for none.
+    """
 
     exists: bool
     segments: Mapping[int, SegmentDigest]
     bundle: BundleState | None
+    cut: tuple[int, str] | None = None
 
 
 class Conversation:
@@ -129,6 +154,7 @@ class Conversation:
         self._buffer = bytearray()
         self.noise = b""
         self.hello: Mapping[str, Any] = {}
+        self.clock: Offset | None = None
         self.host_end = (0, 0)
 
     @classmethod
@@ -149,10 +175,12 @@ class Conversation:
             nonce = secrets.token_hex(16)
             hello = json.dumps({"nonce": nonce, "root": host.root, "digest": _digest()}).encode()
             code = _sources()["bootstrap.py"].encode()
+            sent_t, sent_s = time.time(), time.monotonic()
             self._send(b"%d\n%s%s\n%s" % (len(code), code, hello, wire.pack(dict(request))))
             self._skip_noise(wire.preamble(nonce))
             answer = self.reply(hello=dict, supervisor=bool)
             self.hello = answer["hello"]
+            self.clock = clocks.measured(sent_t, time.monotonic() - sent_s, self.hello.get("t"))
             if not answer["supervisor"]:
                 sources = json.dumps(_sources()).encode()
                 self._send(b"%d\n%s" % (len(sources), sources))
@@ -209,8 +237,10 @@ class Conversation:
             raise StorageError(f"the local object {sha256} is damaged; remove that file in .orch/objects")
         return sent
 
-    def pieces(self) -> Iterator[Piece | None]:
+    def pieces(self) -> Iterator[Piece | Cut | None]:
         """Yields what the run writes until the host says that it has ended; None is a sign of life.
+
+        A `Cut` stands for what is no longer there.
 
         `host_end` is then the host's last segment and that one's size in bytes.
 
@@ -224,11 +254,22 @@ class Conversation:
                 self.host_end = (segment, header["bytes"])
                 return
             if type(segment) is int and type(offset) is int and min(segment, offset) >= 0:
-                yield Piece(Cursor(segment=segment, offset=offset), body)
+                cursor, through = Cursor(segment=segment, offset=offset), header.get("through")
+                if type(through) is int and through >= segment:
+                    yield Cut(cursor=cursor, through=through, stub=body)
+                else:
+                    yield Piece(cursor, body)
             elif header.get("idle"):
                 yield None
             else:
                 raise ProtocolError(f"an unexpected frame: {sorted(header)}", host=self._host.name)
+
+    def read_clock(self) -> Offset | None:
+        """Makes one of the round trips that a request ``clock`` has announced."""
+        sent_t, sent_s = time.time(), time.monotonic()
+        self._send(wire.pack({"clock": True}))
+        host_t = self.reply().get("t")
+        return clocks.measured(sent_t, time.monotonic() - sent_s, host_t)
 
     def _send(self, data: bytes) -> None:
         """A program that has ended takes no input: its last words say more than that."""
@@ -389,11 +430,52 @@ def status(transport: Transport, run_ids: Sequence[str]) -> dict[str, Standing]:
                 has_started=bool(told[run_id]["started"]),
                 is_alive=bool(told[run_id]["alive"]),
                 orphans=_described(told[run_id]["orphans"]),
+                is_waiting=bool(told[run_id].get("waiting")),
+                silent_s=_seconds(told[run_id].get("silent_s")),
+                is_stopped=bool(told[run_id].get("stopped")),
+                was_rebooted=bool(told[run_id].get("rebooted")),
             )
             for run_id in run_ids
         }
     except (KeyError, TypeError) as error:
         raise ProtocolError(f"the status of a run is missing: {error}", host=transport.host.name) from error
+
+
+def clock(transport: Transport) -> Offset:
+    """Measures the host's clock: of several round trips the quickest tells it best."""
+    with Conversation.open(transport, {"op": "clock", "trips": CLOCK_TRIPS}) as talk:
+        found = [offset for _ in range(CLOCK_TRIPS) if (offset := talk.read_clock()) is not None]
+    if not found:
+        raise ProtocolError("the supervisor's answer is no time", host=transport.host.name)
+    return min(found, key=lambda offset: offset.error_s)
+
+
+def listing(transport: Transport, run_ids: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """Returns what the host tells of all its runs, or of ``run_ids`` with their jobs: its word, unchecked."""
+    return _pages(transport, {"op": "list", "runs": None if run_ids is None else list(run_ids)})
+
+
+def survey(transport: Transport) -> list[dict[str, Any]]:
+    """Returns size, age and end of each of the host's runs."""
+    return _pages(transport, {"op": "gc", "chosen": None})
+
+
+def clean(
+    transport: Transport, chosen: Sequence[Mapping[str, Any]], *, is_real: bool
+) -> list[dict[str, Any]]:
+    """Has the host remove runs and what nobody needs then, or, unless ``is_real``, say what it would."""
+    return _pages(transport, {"op": "gc", "chosen": list(chosen), "is_real": is_real})
+
+
+def _pages(transport: Transport, request: Mapping[str, Any]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    with Conversation.open(transport, request) as talk:
+        while not (told := talk.reply(PAGE_TIMEOUT_S)).get("end"):
+            page = told.get("page")
+            if not isinstance(page, list) or not all(isinstance(item, dict) for item in page):
+                raise ProtocolError("a page of the host's answer is none", host=transport.host.name)
+            found.extend(page)
+    return found
 
 
 def digests(
@@ -419,7 +501,13 @@ def digests(
             earlier = segments.get(index, SegmentDigest()).blocks
             segments[index] = SegmentDigest(size_bytes=size, blocks=earlier + blocks)
     try:
-        return Digests(exists=bool(told["exists"]), segments=segments, bundle=_bundle_state(told["bundle"]))
+        told_cut = told.get("cut")
+        return Digests(
+            exists=bool(told["exists"]),
+            segments=segments,
+            bundle=_bundle_state(told["bundle"]),
+            cut=None if told_cut is None else (int(told_cut["segment"]), str(told_cut["line"])),
+        )
     except (KeyError, TypeError, ValueError) as error:
         message = f"the digests of the code are not readable: {error}"
         raise ProtocolError(message, host=transport.host.name) from error
@@ -435,6 +523,11 @@ def _bundle_state(told: Mapping[str, Any] | None) -> BundleState | None:
         damaged_count=int(told["damaged_count"]),
         absent_count=int(told["absent_count"]),
     )
+
+
+def _seconds(told: Any) -> float | None:
+    is_number = isinstance(told, int | float) and not isinstance(told, bool)
+    return float(told) if is_number else None
 
 
 def _described(processes: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:

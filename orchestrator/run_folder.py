@@ -10,7 +10,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,11 @@ from orchestrator.supervisor.locks import is_held
 from orchestrator.supervisor.records import segment_name
 
 Record = dict[str, Any]
+
+NOTED_KINDS = ("created", "adopted")  # which hold the job
+KEPT_KINDS = frozenset({"created", "adopted", "started", "cancel", "verdict", "finding", "clock", "removed"})
+
+START_POLL_S = 0.05
 
 
 class RunFolder:
@@ -68,6 +73,22 @@ class RunFolder:
             if isinstance(entry, dict):
                 yield entry
 
+    def forget_seals(self) -> None:
+        """Replaces the observations by those that stay when the records are removed on purpose."""
+        kept = [entry for entry in self.observations() if entry.get("kind") in KEPT_KINDS]
+        new = self.path / "observations.jsonl.new"
+        lines = [json.dumps(entry) + "\n" for entry in (*kept, {"t": time.time(), "kind": "removed"})]
+        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.writelines(lines)
+            file.flush()
+            os.fsync(file.fileno())
+        new.rename(self.path / "observations.jsonl")
+
+    @property
+    def was_removed(self) -> bool:
+        """Its records were removed here on purpose; of what they said the ledger keeps the verdict."""
+        return any(entry.get("kind") == "removed" for entry in self.observations())
+
     @contextmanager
     def starting(self) -> Iterator[None]:
         """Marks the run as being started from here: nobody judges it meanwhile."""
@@ -78,6 +99,10 @@ class RunFolder:
             yield
         finally:
             os.close(fd)
+
+    def end_starting(self) -> None:
+        """Ends the mark that `starting_together` has put on this run, before those of the others."""
+        (self.path / "start.lock").unlink(missing_ok=True)
 
     def request_cancel(self, grace_s: float | None) -> None:
         """Leaves word for whoever starts the run to end it as soon as its host has it."""
@@ -102,15 +127,25 @@ class RunFolder:
         return is_held(str(self.path / "start.lock"))
 
     def wait_for_start(self) -> None:
-        """Returns when nobody on this machine is starting the run any more."""
+        """Returns when nobody on this machine is starting the run any more.
+
+        It does not queue for the lock: that is one for a whole group, whose other runs may take longer.
+        """
+        while self.is_starting:
+            time.sleep(START_POLL_S)
+
+    def stopped_puller(self) -> int | None:
+        """Returns the process id of a command here that pulls the run and is stopped (SIGSTOP, Ctrl-Z)."""
         try:
-            fd = os.open(self.path / "start.lock", os.O_RDONLY)
-        except FileNotFoundError:
-            return
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH)
-        finally:
-            os.close(fd)
+            inode = (self.path / "pull.lock").stat().st_ino
+            locks = [line.split() for line in Path("/proc/locks").read_text("ascii").splitlines()]
+            for lock in locks:
+                if lock[1] == "FLOCK" and lock[5].endswith(f":{inode}"):
+                    state = Path(f"/proc/{int(lock[4])}/stat").read_text().rpartition(")")[2].split()[0]
+                    return int(lock[4]) if state in ("T", "t") else None
+        except (OSError, ValueError, IndexError):
+            return None
+        return None
 
     def pins(self) -> dict[int, Record]:
         """Returns the seals that were pinned on arrival, by their sequence numbers, in order."""
@@ -120,6 +155,17 @@ class RunFolder:
     def segment(self, index: int) -> Path:
         """Returns a segment's path."""
         return self.records / segment_name(index)
+
+
+@contextmanager
+def starting_together(folders: Sequence[RunFolder]) -> Iterator[None]:
+    """Marks many runs as `RunFolder.starting` does, with one lock that is linked into each folder."""
+    first, *others = folders
+    with first.starting():
+        for folder in others:
+            folder.make()
+            os.link(first.path / "start.lock", folder.path / "start.lock")
+        yield
 
 
 def is_pin(entry: Record) -> bool:

@@ -1,42 +1,47 @@
 """How a run stands: asks its host, mirrors what is there, judges what has ended, cancels what has not.
 
 A verdict comes from records that were checked, seal by seal, and is written down once. A run that is being
-started or pulled by another command is left to it. What a person reads is the views'.
+started or pulled by another command is left to it. Many runs at once are `reconciling`'s, what a person reads
+is the views'.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from orchestrator import lifecycle, remote
-from orchestrator.errors import OrchError, RecordsAltered, UnknownName
+from orchestrator.errors import RecordsAltered, UnknownName
 from orchestrator.experiment import Expectation
 from orchestrator.following import Following
 from orchestrator.ledger import RunRow
 from orchestrator.lifecycle import Outcome, State, Verdict
 from orchestrator.mirror import Mirror
 from orchestrator.mirror_reader import checked_records
-from orchestrator.remote import Stopped
+from orchestrator.observed import Observed
+from orchestrator.remote import Standing, Stopped
 from orchestrator.run_folder import RunFolder
 from orchestrator.starting import refuse
 from orchestrator.transports import Transport, connect
 from orchestrator.workspace import Workspace
 
 GLANCE_TIMEOUT_S = 5.0
-MOST_HOSTS_AT_ONCE = 16
 POLL_S = 0.2
+MOST_NAMED = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """How a run stands: its row, what its records say, and the verdict once it has ended."""
+    """How a run stands: its row, what its records say, the verdict once it has ended, and what was seen of it
+    while it has not.
+    """
 
     row: RunRow
     outcome: Outcome
     verdict: Verdict | None
+    observed: Observed | None = None
 
     @property
     def is_host_fault(self) -> bool:
@@ -46,15 +51,15 @@ class Report:
         return self.verdict.name == "refused" or self.outcome.missing_module is not None
 
 
-def follow(workspace: Workspace, run_id: str) -> Following:
+def follow(workspace: Workspace, run_id: str, changed: threading.Event | None = None) -> Following:
     """Opens the follow of a run that was launched before, once its start is over.
 
-    Of a run that is settled no host is asked.
+    Of a run that is settled no host is asked. ``changed`` is set when something arrives.
     """
     workspace.folder(run_id).wait_for_start()
     row = workspace.ledger.get(run_id)
     host = None if is_settled(row) else workspace.inventory.host(row.host)
-    return Following(workspace.folder(run_id), host)
+    return Following(workspace.folder(run_id), host, changed=changed)
 
 
 def cancel(workspace: Workspace, run_id: str, *, grace_s: float | None = None) -> Stopped:
@@ -110,44 +115,24 @@ def refresh(workspace: Workspace, run_id: str) -> Report:
     if is_settled(row) or folder.is_starting:
         return report(workspace, run_id)
     with connect(workspace.inventory.host(row.host), connect_timeout_s=GLANCE_TIMEOUT_S) as transport:
-        known = _standing(transport, workspace, [run_id])[run_id]
-        is_whole = _catch_up(transport, folder) if known.has_started else True
-    return _settle(workspace, run_id, known, is_whole=is_whole)
+        known = standing(transport, workspace, [run_id])[run_id]
+        is_whole = catch_up(transport, folder) if known.has_started else True
+    workspace.ledger.note_reachable(row.host)
+    settled = settle(workspace, run_id, known, is_whole=is_whole)
+    return replace(settled, observed=observe(workspace, run_id, known))
 
 
-def glance(workspace: Workspace, rows: Iterable[RunRow]) -> dict[str, str]:
-    """Finds out which of ``rows`` have ended meanwhile, one connection a host, all hosts at once.
-
-    Returns for each host that could not be asked (or is no longer in the inventory) why not.
-    """
-    by_host: dict[str, list[str]] = {}
-    for row in rows:
-        if not is_settled(row) and not workspace.folder(row.run_id).is_starting:
-            by_host.setdefault(row.host, []).append(row.run_id)
-    failed: dict[str, str] = {}
-    with ThreadPoolExecutor(MOST_HOSTS_AT_ONCE) as pool:
-        asked = {name: pool.submit(_ask, workspace, name, run_ids) for name, run_ids in by_host.items()}
-        for name, answer in asked.items():
-            try:
-                for run_id, known, is_whole in answer.result():
-                    _settle(workspace, run_id, known, is_whole=is_whole)
-            except OrchError as error:
-                failed[name] = str(error)
-    return failed
-
-
-def conclude(workspace: Workspace, run_id: str, *, orphans: Sequence[str] = ()) -> Report:
+def conclude(workspace: Workspace, run_id: str, known: Standing | None = None) -> Report:
     """Judges a run that has ended by its mirrored records, and writes the verdict down once.
 
-    ``orphans``: processes of it that still run although its supervisor is gone.
+    ``known``: what its host said, which tells why a run is lost.
     """
     found = report(workspace, run_id, is_over=True)
     verdict, outcome = found.verdict, found.outcome
     if verdict is None or is_settled(found.row):
         return found
-    if orphans:
-        alive = f"its supervisor is gone and {len(orphans)} of its processes still run: orch cancel {run_id}"
-        verdict = replace(verdict, reasons=(*verdict.reasons, alive, *orphans[:3]))
+    if known is not None:
+        verdict = replace(verdict, reasons=_exact_reasons(run_id, verdict, known))
     reason = "; ".join(verdict.reasons) or None
     if (found.row.state, found.row.verdict, found.row.reason) != (outcome.state, verdict.name, reason):
         workspace.ledger.update(
@@ -161,9 +146,7 @@ def conclude(workspace: Workspace, run_id: str, *, orphans: Sequence[str] = ()) 
             started_t=outcome.started_t,
             ended_t=outcome.ended_t,
         )
-        workspace.folder(run_id).observe(
-            "verdict", state=str(outcome.state), verdict=verdict.name, reasons=list(verdict.reasons)
-        )
+        _note_verdict(workspace.folder(run_id), outcome, verdict)
     return Report(row=workspace.ledger.get(run_id), outcome=outcome, verdict=verdict)
 
 
@@ -177,13 +160,8 @@ def report(workspace: Workspace, run_id: str, *, is_over: bool = False) -> Repor
         return Report(row=row, outcome=Outcome(), verdict=verdict)
     if not (is_over or lifecycle.is_terminal(row.state)):
         return Report(row=row, outcome=outcome, verdict=None)
-    if outcome.end is None and is_settled(row) and row.started_t is not None:
-        gone = f"its records are gone from this machine; what the ledger holds: {row.reason or 'no reason'}"
-        verdict = Verdict(name=row.verdict or "lost", is_good=False, reasons=(gone,))
-        return Report(row=row, outcome=outcome, verdict=verdict)
-    if outcome.end is None and row.state is State.REFUSED:  # it never came as far as a record
-        verdict = Verdict(name="refused", is_good=False, reasons=(row.reason or "",))
-        return Report(row=row, outcome=outcome, verdict=verdict)
+    if outcome.end is None and is_settled(row):
+        return Report(row=row, outcome=outcome, verdict=_verdict_of_row(workspace, row))
     return Report(
         row=row, outcome=outcome, verdict=lifecycle.judge(outcome, Expectation.from_json(row.job["expect"]))
     )
@@ -207,38 +185,50 @@ def resolve(workspace: Workspace, text: str) -> str:
         return found[0]
     if found:
         raise UnknownName(f"{text!r} is the beginning of several runs: {', '.join(found)}")
+    groups = workspace.ledger.find_groups(text) if text else []
+    if groups:
+        members = ", ".join(row.run_id for row in workspace.ledger.group(groups[0])[:MOST_NAMED])
+        raise UnknownName(f"{text!r} is the group {groups[0]}; this needs one of its runs: {members}, …")
     raise UnknownName(f"no run {text!r} in {workspace.home}; `orch ps` lists them")
+
+
+def resolve_group(workspace: Workspace, text: str) -> list[RunRow] | None:
+    """Returns the runs of the group that ``text`` means: its id, or the beginning of exactly one.
+
+    None where it means no group; a run that was started by itself counts as no group.
+
+    Raises:
+        UnknownName: it is the beginning of several groups, or of a group and of a run.
+    """
+    found = workspace.ledger.find_groups(text) if text and text != "last" else []
+    if text in found:
+        return workspace.ledger.group(text)
+    run_ids = workspace.ledger.find(text) if found else []
+    if not found or text in run_ids:
+        return None
+    if len(found) == 1 and not run_ids:
+        return workspace.ledger.group(found[0])
+    groups, members = ", ".join(found), ", ".join(run_ids)
+    also = f", and of the runs {members}" if members else ""
+    raise UnknownName(f"{text!r} is the beginning of the groups {groups}{also}: write more of it")
 
 
 def is_settled(row: RunRow) -> bool:
     """Nothing that a host says can change the row; a lost run may still be found."""
-    return lifecycle.is_terminal(row.state) and row.state is not State.LOST
+    return lifecycle.is_settled(row.state)
 
 
-def _ask(workspace: Workspace, host: str, run_ids: Sequence[str]) -> list[tuple[str, remote.Standing, bool]]:
-    """Runs in a thread of its own and touches no ledger; only runs that have ended are mirrored."""
-    with connect(workspace.inventory.host(host), connect_timeout_s=GLANCE_TIMEOUT_S) as transport:
-        answers = []
-        for run_id, known in _standing(transport, workspace, run_ids).items():
-            is_over = known.has_started and not known.is_alive
-            is_whole = not is_over or _catch_up(transport, workspace.folder(run_id))
-            answers.append((run_id, known, is_whole))
-        return answers
-
-
-def _standing(
-    transport: Transport, workspace: Workspace, run_ids: Sequence[str]
-) -> dict[str, remote.Standing]:
+def standing(transport: Transport, workspace: Workspace, run_ids: Sequence[str]) -> dict[str, Standing]:
     """Asks the host; a cancel that whoever started the run did not live to carry out is carried out now."""
     known = remote.status(transport, run_ids)
-    for run_id, standing in known.items():
-        request = workspace.folder(run_id).take_cancel_request() if standing.is_alive else None
+    for run_id, found in known.items():
+        request = workspace.folder(run_id).take_cancel_request() if found.is_alive else None
         if request is not None:
             remote.stop(transport, run_id, request["grace_s"])
     return known
 
 
-def _catch_up(transport: Transport, folder: RunFolder) -> bool:
+def catch_up(transport: Transport, folder: RunFolder) -> bool:
     """Mirrors what is there now; tells whether it could: another process may be at it."""
     try:
         mirror = Mirror.acquire(folder, transport.host.name)
@@ -254,14 +244,70 @@ def _catch_up(transport: Transport, folder: RunFolder) -> bool:
     return True
 
 
-def _settle(workspace: Workspace, run_id: str, known: remote.Standing, *, is_whole: bool) -> Report:
+def settle(workspace: Workspace, run_id: str, known: Standing, *, is_whole: bool) -> Report:
+    """Writes down what a host said of a run; ``is_whole``: all that it had of a run that ended is here."""
     if known.is_alive:
-        workspace.ledger.mark_running(run_id)
+        mark = workspace.ledger.mark_queued if known.is_waiting else workspace.ledger.mark_running
+        mark(run_id)
         return report(workspace, run_id)
     row = workspace.ledger.get(run_id)
-    if not known.exists and row.state in (State.CREATED, State.STARTING):
-        refuse(workspace, run_id, row.reason or "its start never arrived at the host")
+    if not known.has_started and row.state in (State.CREATED, State.STARTING):
+        what = "broke off before its first record" if known.exists else "never arrived at the host"
+        refuse(workspace, run_id, row.reason or f"its start {what}")
         return report(workspace, run_id)
     if not is_whole:
         return report(workspace, run_id)
-    return conclude(workspace, run_id, orphans=known.orphans)
+    return conclude(workspace, run_id, known)
+
+
+def observe(workspace: Workspace, run_id: str, known: Standing) -> Observed | None:
+    """Returns what was seen of a run that lives, None of one that does not."""
+    if not known.is_alive:
+        return None
+    ahead = workspace.ledger.ahead_of(run_id) if known.is_waiting else None
+    return Observed(silent_s=known.silent_s, is_stopped=known.is_stopped, ahead=ahead)
+
+
+def _verdict_of_row(workspace: Workspace, row: RunRow) -> Verdict:
+    """Returns what the ledger holds of a run that has no records here: good only if they were let go."""
+    name, reason = row.verdict or "lost", row.reason or "no reason"
+    if workspace.folder(row.run_id).was_removed:
+        is_good = name in Expectation.from_json(row.job["expect"]).verdicts
+        gone = "its records were removed here by `orch gc`; the verdict was written down before"
+        return Verdict(name=name, is_good=is_good, reasons=(gone, *filter(None, [row.reason])))
+    if row.state is State.REFUSED:  # it never came as far as a record
+        return Verdict(name="refused", is_good=False, reasons=(reason,))
+    gone = f"its records are gone from this machine; what the ledger holds: {reason}"
+    return Verdict(name=name, is_good=False, reasons=(gone,))
+
+
+def _exact_reasons(run_id: str, verdict: Verdict, known: Standing) -> tuple[str, ...]:
+    """Puts why a run is lost in the place of that its records hold no end."""
+    reasons = verdict.reasons
+    if verdict.name == "lost":
+        if not known.exists:
+            why = "its folder is gone from the host"
+        elif known.was_rebooted:
+            why = "its host rebooted while it ran: the boot id is another one"
+        else:
+            why = "its supervisor is gone and wrote no end: it was killed, or crashed"
+        reasons = (why, *reasons)
+    if known.orphans:
+        left = f"{len(known.orphans)} of its processes still run: orch cancel {run_id}"
+        reasons = (*reasons, left, *known.orphans[:3])
+    return reasons
+
+
+def _note_verdict(folder: RunFolder, outcome: Outcome, verdict: Verdict) -> None:
+    """Notes all that the ledger's row gets, so that a row can be made from it again."""
+    folder.observe(
+        "verdict",
+        state=str(outcome.state),
+        verdict=verdict.name,
+        reasons=list(verdict.reasons),
+        exit_code=outcome.exit_code,
+        signal=outcome.signal,
+        pid=outcome.pid,
+        started_t=outcome.started_t,
+        ended_t=outcome.ended_t,
+    )

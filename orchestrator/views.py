@@ -15,77 +15,117 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Any
-
-from rich.table import Table
-from rich.text import Text
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from orchestrator.inventory import Host
+from orchestrator.job import program_of
 from orchestrator.ledger import RunRow
 from orchestrator.lifecycle import Device, Outcome, Peak, Verdict, is_terminal
+from orchestrator.observed import Observed
 from orchestrator.text import printable
+
+if TYPE_CHECKING:  # a log's first line does not wait for rich
+    from rich.table import Table
+    from rich.text import Text
 
 _GIB = 1024**3
 _GOOD, _BAD, _OPEN = "green", "bold red", "cyan"
 
 
-def runs_table(rows: Iterable[RunRow], *, now_t: float) -> Table:
-    """Returns one line for each run; ``now_t`` is what ages are counted from."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
+def runs_table(
+    rows: Iterable[RunRow], *, now_t: float, seen: Mapping[str, Observed] = MappingProxyType({})
+) -> Table:
+    """Returns one line for each run; ``now_t`` is what ages are counted from, ``seen`` what was observed."""
+    table, shown = _columns(), list(rows)
     table.add_column("RUN", no_wrap=True)
-    for title in ("EXPERIMENT", "HOST", "STATE", "VERDICT", "AGE", "TOOK", "COMMIT"):
+    has_groups = any(row.group_id != row.run_id for row in shown)
+    for title in (
+        *(("GROUP",) if has_groups else ()),
+        *("EXPERIMENT", "HOST", "STATE", "VERDICT", "AGE", "TOOK", "COMMIT"),
+    ):
         table.add_column(title)
-    for row in rows:
+    for row in shown:
         experiment = row.experiment if row.profile is None else f"{row.experiment}:{row.profile}"
+        experiment += f" ({row.job['case']})" if row.job.get("case") else ""
         experiment += "" if row.retry_of is None else f", retry of {row.retry_of[:8]}"
+        group = "-" if row.group_id == row.run_id else row.group_id
         table.add_row(
-            _plain(row.run_id),
-            _plain(experiment),
-            _plain(row.host),
-            _plain(row.state),
-            _plain(row.verdict or "-", style=_style(row)),
-            _plain(_duration(now_t - row.created_t)),
-            _plain(_took(row, now_t)),
-            _plain(_commit(row.commit_id, is_dirty=row.dirty)[:13]),
+            plain(row.run_id),
+            *((plain(group),) if has_groups else ()),
+            plain(experiment),
+            plain(row.host),
+            plain(_state(row, seen.get(row.run_id), now_t)),
+            plain(row.verdict or "-", style=_style(row)),
+            plain(_duration(now_t - row.created_t)),
+            plain(took(row, now_t)),
+            plain(_commit(row.commit_id, is_dirty=row.dirty)[:13]),
         )
     return table
 
 
 def hosts_table(hosts: Iterable[Host]) -> Table:
     """Returns one line for each host of an inventory."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = _columns()
     for title in ("HOST", "TRANSPORT", "ADDRESS", "HOST KEY", "PYTHON", "ROOT"):
         table.add_column(title)
     for host in hosts:
         key = "-" if host.transport == "local" else "pinned" if host.host_key else "by known_hosts"
-        table.add_row(*map(_plain, (host.name, host.transport, _address(host), key, host.python, host.root)))
+        table.add_row(*map(plain, (host.name, host.transport, _address(host), key, host.python, host.root)))
     return table
 
 
-def summary(row: RunRow, outcome: Outcome, verdict: Verdict | None) -> Table:
+def summary(
+    row: RunRow,
+    outcome: Outcome,
+    verdict: Verdict | None,
+    observed: Observed | None = None,
+    *,
+    now_t: float = 0.0,
+) -> Table:
     """Returns everything that tells what a run was and what became of it, as labels and values."""
-    table = Table.grid(padding=(0, 2))
+    table = _grid()
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for label, values in (*_what(row), *_where(row, outcome), *_result(row, outcome, verdict)):
-        style = _verdict_style(verdict) if label == "verdict" else ""
+    state = _state(row, observed, now_t)
+    for label, values in (*_what(row), *_where(row, outcome), *_result(row, outcome, verdict, state)):
+        style = verdict_style(verdict) if label == "verdict" else ""
         for position, value in enumerate(values):
-            table.add_row("" if position else label, _plain(value, style=style if not position else ""))
+            table.add_row("" if position else label, plain(value, style=style if not position else ""))
     return table
 
 
-def run_json(row: RunRow) -> dict[str, Any]:
-    """Returns a ledger row without its job, of which it keeps what says how the run was asked for."""
-    kept = ("module", "params", "alloc_conf", "devices", "timeout_s", "provenance", "expect")
+def run_json(row: RunRow, observed: Observed | None = None) -> dict[str, Any]:
+    """Returns a ledger row without its job, of which it keeps what says how the run was asked for.
+
+    ``observed`` is null for a run that was not asked about, since it has ended or is being started.
+    """
+    kept = (
+        "module",
+        "script",
+        "args",
+        "command",
+        "case",
+        "turn",
+        "params",
+        "alloc_conf",
+        "devices",
+        "timeout_s",
+        "provenance",
+        "expect",
+    )
     job = {name: row.job[name] for name in kept if name in row.job}
-    return {**asdict(row), "state": row.state.value, "job": job}
+    seen = None if observed is None else observed.as_json()
+    return {**asdict(row), "state": row.state.value, "job": job, "observed": seen}
 
 
-def summary_json(row: RunRow, outcome: Outcome, verdict: Verdict | None) -> dict[str, Any]:
+def summary_json(
+    row: RunRow, outcome: Outcome, verdict: Verdict | None, observed: Observed | None = None
+) -> dict[str, Any]:
     """Returns what `summary` shows; a metric that is not finite is null."""
     metrics = {name: value if math.isfinite(value) else None for name, value in outcome.metrics.items()}
     return {
-        "run": run_json(row),
+        "run": run_json(row, observed),
         "outcome": {**asdict(outcome), "metrics": metrics},
         "verdict": None if verdict is None else asdict(verdict),
     }
@@ -103,16 +143,21 @@ _Lines = Iterable[tuple[str, tuple[str, ...]]]
 
 def _what(row: RunRow) -> _Lines:
     retry = () if row.retry_of is None else (f"retry of {row.retry_of}",)
+    adopted = ("found on its host, started by another controller",) if row.is_adopted else ()
     group = () if row.group_id == row.run_id else (f"group {row.group_id}",)
-    yield "run", (row.run_id, *group, *retry)
+    yield "run", (row.run_id, *group, *retry, *adopted)
     yield (
         "experiment",
         (row.experiment if row.profile is None else f"{row.experiment}, profile {row.profile}",),
     )
-    module = row.job.get("module", "?")
-    yield "module", (f"{module}, parameters {_parameters(row.job.get('params'))}",)
-    yield "bundle", (row.bundle,)
-    yield "commit", (_provenance(row),)
+    if row.job.get("case"):
+        yield "case", (str(row.job["case"]),)
+    program = program_of(row.job)
+    params = f", parameters {_parameters(row.job.get('params'))}" if program.kind == "module" else ""
+    yield program.kind, (f"{program.text}{params}",)
+    if program.kind != "command":  # which has no code of ours
+        yield "bundle", (row.bundle,)
+        yield "commit", (_provenance(row),)
 
 
 def _where(row: RunRow, outcome: Outcome) -> _Lines:
@@ -127,7 +172,7 @@ def _where(row: RunRow, outcome: Outcome) -> _Lines:
     yield "software", (f"python {python}, torch {torch}",)
 
 
-def _result(row: RunRow, outcome: Outcome, verdict: Verdict | None) -> _Lines:
+def _result(row: RunRow, outcome: Outcome, verdict: Verdict | None, state: str) -> _Lines:
     yield "times", (_times(row),)
     rss = outcome.peak_rss_bytes
     peaks = (*map(_peak, outcome.peak_memory), *(() if rss is None else (f"host {_gib(rss)} resident",)))
@@ -141,15 +186,36 @@ def _result(row: RunRow, outcome: Outcome, verdict: Verdict | None) -> _Lines:
         yield "notes", outcome.notes
     ended = "" if row.exit_code is None else f", exit code {row.exit_code}"
     ended += "" if row.signal is None else f", signal {row.signal}"
-    yield "state", (f"{row.state}{ended}",)
+    yield "state", (f"{state}{ended}",)
     if verdict is not None:
         yield "verdict", (f"{verdict.name} ({'good' if verdict.is_good else 'not good'})", *verdict.reasons)
     elif is_terminal(row.state):
         yield "reason", (row.reason or "not judged yet",)
 
 
-def _plain(value: object, style: str = "") -> Text:
+def _columns() -> Table:
+    from rich.table import Table  # noqa: PLC0415
+
+    return Table(box=None, pad_edge=False, header_style="bold")
+
+
+def _grid() -> Table:
+    from rich.table import Table  # noqa: PLC0415
+
+    return Table.grid(padding=(0, 2))
+
+
+def plain(value: object, style: str = "") -> Text:
+    """Returns a cell that shows ``value`` as it is spelt, without markup."""
+    from rich.text import Text  # noqa: PLC0415
+
     return Text(printable(str(value)), style=style)
+
+
+def _state(row: RunRow, observed: Observed | None, now_t: float) -> str:
+    """Returns what is known, and beside it what was seen."""
+    said = "" if observed is None else observed.said(now_t)
+    return f"{row.state} · {said}" if said else str(row.state)
 
 
 def _style(row: RunRow) -> str:
@@ -160,7 +226,8 @@ def _style(row: RunRow) -> str:
     return _GOOD if row.verdict in expected else _BAD
 
 
-def _verdict_style(verdict: Verdict | None) -> str:
+def verdict_style(verdict: Verdict | None) -> str:
+    """Returns the colour of a verdict."""
     return _GOOD if verdict is not None and verdict.is_good else _BAD
 
 
@@ -229,11 +296,12 @@ def _gib(size_bytes: int) -> str:
 
 def _times(row: RunRow) -> str:
     started = "" if row.started_t is None else f", started {_clock(row.started_t)}"
-    ended = "" if row.ended_t is None else f", ended {_clock(row.ended_t)} after {_took(row, row.ended_t)}"
+    ended = "" if row.ended_t is None else f", ended {_clock(row.ended_t)} after {took(row, row.ended_t)}"
     return f"created {_clock(row.created_t)}{started}{ended}"
 
 
-def _took(row: RunRow, now_t: float) -> str:
+def took(row: RunRow, now_t: float) -> str:
+    """Returns how long a run took, or has taken so far."""
     if row.started_t is None:
         return "-"
     end_t = row.ended_t if row.ended_t is not None else now_t

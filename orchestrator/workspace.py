@@ -13,6 +13,25 @@ from orchestrator.ledger import Ledger
 from orchestrator.run_folder import RunFolder
 
 
+def find_home(inventory: Path | None = None, home: Path | None = None) -> tuple[Inventory, Path]:
+    """Returns the inventory and the folder that `Workspace.open` uses, made when it is not there.
+
+    Raises:
+        UsageError, StorageError: as there.
+    """
+    try:
+        here = Path.cwd()
+    except FileNotFoundError as error:
+        raise UsageError("the current folder is gone; change to one that exists") from error
+    loaded = load_inventory(inventory or find_inventory(here))
+    folder = (home or loaded.path.parent / ".orch").absolute()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"{folder}: cannot keep runs there: {error}; set ORCH_HOME") from error
+    return loaded, folder
+
+
 @dataclass(frozen=True, kw_only=True)
 class Workspace:
     """One project on this machine: its inventory, and the folder where its runs are kept."""
@@ -31,16 +50,7 @@ class Workspace:
             UsageError: no inventory, or one that cannot be read.
             StorageError: the folder or the ledger cannot be used.
         """
-        try:
-            here = Path.cwd()
-        except FileNotFoundError as error:
-            raise UsageError("the current folder is gone; change to one that exists") from error
-        loaded = load_inventory(inventory or find_inventory(here))
-        folder = (home or loaded.path.parent / ".orch").absolute()
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise StorageError(f"{folder}: cannot keep runs there: {error}; set ORCH_HOME") from error
+        loaded, folder = find_home(inventory, home)
         return cls(
             inventory=loaded, home=folder, ledger=Ledger.open(folder / "ledger.db"), store=ObjectStore(folder)
         )

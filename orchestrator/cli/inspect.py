@@ -1,15 +1,17 @@
-"""``orch ps``, ``show``, ``wait``, ``cancel`` and ``hosts``: short questions and answers."""
+"""``orch show``, ``wait``, ``cancel`` and ``hosts``: short questions and answers."""
 
 from __future__ import annotations
 
 import json
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import click
 
-from orchestrator import runs, views
+from orchestrator import reconciling, runs, views
+from orchestrator.cli.group import cancel_group, show_group, wait_group
 from orchestrator.cli.leaving import Left, leaving, say_goodbye
 from orchestrator.cli.options import inventory_option, json_option, open_workspace, run_argument
 from orchestrator.cli.run import RunWatcher, finish
@@ -18,33 +20,9 @@ from orchestrator.cli.terminal import show as show_table
 from orchestrator.errors import HostError, RecordsAltered, StorageError
 from orchestrator.workspace import Workspace
 
-SHOWN_RUNS = 30
-MOST_SHOWN = 100_000
 MOST_GRACE_S = 7 * 86400
 GRACE_S = 10.0
 ENDING_S = 20.0
-
-
-@click.command()
-@click.option("--host", "host_name", metavar="NAME", help="Only this host's runs.")
-@click.option(
-    "-n", "count", type=click.IntRange(1, MOST_SHOWN), default=SHOWN_RUNS, show_default=True, help="How many."
-)
-@inventory_option
-@json_option
-def ps(host_name: str | None, count: int, inventory: Path | None, as_json: bool) -> int:
-    """List runs, the newest first; those that have not ended are brought up to date first."""
-    with open_workspace(inventory) as workspace:
-        name = workspace.inventory.host(host_name).name if host_name else None
-        screen = Screen()
-        for host, message in runs.glance(workspace, workspace.ledger.recent(count, name)).items():
-            screen.note(f"{message}; what is shown of {host} may be old")
-        rows = workspace.ledger.recent(count, name)
-        if as_json:
-            print(json.dumps([views.run_json(row) for row in rows], indent=2))
-        else:
-            show_table(views.runs_table(rows, now_t=time.time()))
-        return 0
 
 
 @click.command()
@@ -52,18 +30,27 @@ def ps(host_name: str | None, count: int, inventory: Path | None, as_json: bool)
 @inventory_option
 @json_option
 def show(run: str, inventory: Path | None, as_json: bool) -> int:
-    """Show what is known of RUN: code, host, process, devices, allocator, metrics, verdict."""
+    """Show what is known of RUN: code, host, process, devices, allocator, metrics, verdict.
+
+    Of a group its runs are shown as one table.
+    """
     with open_workspace(inventory) as workspace:
+        if (rows := runs.resolve_group(workspace, run)) is not None:
+            return show_group(workspace, rows, as_json=as_json)
         run_id = runs.resolve(workspace, run)
         try:
             report = runs.refresh(workspace, run_id)
         except (HostError, StorageError) as error:
             Screen().note(f"{error}; showing what is known here")
             report = runs.report(workspace, run_id)
+            if isinstance(error, HostError):
+                seen = reconciling.unreachable(workspace, report.row.host, str(error))
+                report = replace(report, observed=seen)
+        shown = (report.row, report.outcome, report.verdict, report.observed)
         if as_json:
-            print(json.dumps(views.summary_json(report.row, report.outcome, report.verdict), indent=2))
+            print(json.dumps(views.summary_json(*shown), indent=2))
         else:
-            show_table(views.summary(report.row, report.outcome, report.verdict))
+            show_table(views.summary(*shown, now_t=time.time()))
         is_altered = report.verdict is not None and report.verdict.name == "altered"
         return RecordsAltered.exit_code if is_altered else 0
 
@@ -73,8 +60,10 @@ def show(run: str, inventory: Path | None, as_json: bool) -> int:
 @inventory_option
 @json_option
 def wait(run: str, inventory: Path | None, as_json: bool) -> int:
-    """Wait until RUN has ended, print its summary and exit as `orch run` would have."""
+    """Wait until RUN (or a group) has ended, print its summary and exit as `orch run` would have."""
     with open_workspace(inventory) as workspace:
+        if (rows := runs.resolve_group(workspace, run)) is not None:
+            return wait_group(workspace, rows, as_json=as_json)
         run_id = runs.resolve(workspace, run)
         try:
             with leaving():
@@ -103,11 +92,13 @@ def _finite(_ctx: click.Context, _param: click.Parameter, value: float | None) -
 @inventory_option
 @json_option
 def cancel(run: str, grace_s: float | None, inventory: Path | None, as_json: bool) -> int:
-    """End RUN and everything it started; returns when all of it is gone.
+    """End RUN (or every run of a group) and everything it started; returns when all of it is gone.
 
     Exit code 0 when it is: also for a run that had ended before.
     """
     with open_workspace(inventory) as workspace:
+        if (rows := runs.resolve_group(workspace, run)) is not None:
+            return cancel_group(workspace, rows, grace_s=grace_s, as_json=as_json)
         run_id = runs.resolve(workspace, run)
         screen = Screen()
         stopped = runs.cancel(workspace, run_id, grace_s=grace_s)

@@ -19,9 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator import ledger as module
+from orchestrator import ledger_file
 from orchestrator.errors import OrchError, StorageError, UnknownName
-from orchestrator.ledger import MASK, MIGRATIONS, MOST_FOUND, Ledger, RunRow
-from orchestrator.lifecycle import State
+from orchestrator.ledger import MASK, MOST_FOUND, Ledger, RunRow
+from orchestrator.ledger_file import MIGRATIONS
+from orchestrator.lifecycle import State, is_settled
 
 ROOT = Path(__file__).parents[2]
 
@@ -217,12 +219,52 @@ def test_lookups_among_many_rows_use_an_index_and_sort_nothing(ledger: Ledger) -
         (module._FIND, ("r", "s", 20)),
         (module._RECENT, (50,)),
         (module._RECENT_ON_HOST, ("h1", 50)),
+        (module._OF_GROUP, ("a1",)),
+        (module._FIND_GROUPS, ("r", "s", 20)),
+        (module._AHEAD, ("r000001",)),
     ):
         plan = " ".join(
             row[3] for row in ledger._connection.execute(f"EXPLAIN QUERY PLAN {query}", arguments)
         )
         assert "TEMP B-TREE" not in plan
         assert "INDEX" in plan or query is module._RECENT  # which walks the table itself from its end
+
+
+def test_open_runs_are_found_without_a_look_at_the_others(ledger: Ledger) -> None:
+    ended = (a_row(f"ended{number}", state=State.SUCCEEDED) for number in range(50))
+    ledger.insert(*ended, a_row("b", state=State.LOST), a_row("a", state=State.QUEUED, host="there"))
+    assert [row.run_id for row in ledger.open_runs()] == ["b", "a"]
+    assert [row.run_id for row in ledger.open_runs("there")] == ["a"]
+    plan = " ".join(row[3] for row in ledger._connection.execute(f"EXPLAIN QUERY PLAN {module._OPEN}"))
+    assert "runs_open" in plan
+    assert "TEMP B-TREE" not in plan
+
+
+def test_the_open_runs_are_those_that_lifecycle_calls_open(ledger: Ledger) -> None:
+    ledger.insert(*(a_row(str(state), state=state) for state in State))
+    assert {row.state for row in ledger.open_runs()} == {state for state in State if not is_settled(state)}
+
+
+def test_an_adopted_run_is_entered_once_and_is_never_the_last(ledger: Ledger) -> None:
+    ledger.insert(a_row("mine"))
+    theirs = a_row("theirs", is_adopted=True, job={"env": {"TOKEN": "hf_secret"}})
+    assert ledger.adopt([theirs, a_row("mine", experiment="another")]) == ["theirs"]
+    assert ledger.adopt([theirs]) == []
+    assert ledger.get("mine").experiment == "oom_probe"
+    assert ledger.get("theirs") == replace(theirs, job={"env": {"TOKEN": MASK}})
+    last = ledger.last()
+    assert last is not None
+    assert last.run_id == "mine"
+
+
+def test_a_host_is_unreachable_since_the_first_time_until_it_answers(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter([100.0, 200.0, 300.0])
+    monkeypatch.setattr("orchestrator.ledger.time.time", lambda: next(clock))
+    assert [ledger.note_unreachable("h"), ledger.note_unreachable("h")] == [100.0, 100.0]
+    ledger.note_reachable("h")
+    assert ledger.note_unreachable("h") == 300.0
 
 
 def test_the_file_and_its_companions_are_for_their_owner_only(path: Path) -> None:
@@ -234,7 +276,7 @@ def test_the_file_and_its_companions_are_for_their_owner_only(path: Path) -> Non
             assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     finally:
         os.umask(before)
-    assert modes == {"ledger.db": 0o600, "ledger.db-wal": 0o600, "ledger.db-shm": 0o600}
+    assert modes == dict.fromkeys(("ledger.db", "ledger.db-wal", "ledger.db-shm", "ledger.db.use"), 0o600)
 
 
 WRITER = """
@@ -331,7 +373,7 @@ def test_a_writer_killed_in_mid_transaction_leaves_what_was_before(path: Path, p
 
 
 def test_a_lock_that_stays_is_reported(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BUSY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(ledger_file, "BUSY_TIMEOUT_S", 0.05)
     with Ledger.open(path) as holder, Ledger.open(path) as other:
         with holder._transaction(), pytest.raises(StorageError, match=r"locked.*try again"):
             other.insert(a_row())
@@ -341,7 +383,9 @@ def test_a_lock_that_stays_is_reported(path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_file_that_is_no_database_is_refused_and_left_alone(path: Path) -> None:
     path.parent.mkdir()
     path.write_bytes(b"not a database at all" * 100)
-    with pytest.raises(StorageError, match=r"not a ledger, or damaged; move it aside"):
+    with pytest.raises(
+        StorageError, match=r"not a ledger, or damaged; `orch ledger rebuild` makes a new one"
+    ):
         Ledger.open(path)
     assert path.read_bytes() == b"not a database at all" * 100
 
@@ -371,7 +415,7 @@ def test_a_damaged_ledger_is_reported(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[4096:] = b"\xa5" * (len(content) - 4096)
     path.write_bytes(content)
-    with pytest.raises(StorageError, match="move it aside"), Ledger.open(path) as opened:
+    with pytest.raises(StorageError, match="orch ledger rebuild"), Ledger.open(path) as opened:
         opened.recent(9)
 
 
@@ -387,7 +431,7 @@ def test_an_older_ledger_is_migrated_step_by_step(path: Path, monkeypatch: pytes
     with Ledger.open(path) as opened:
         opened.insert(a_row())
     steps = (*MIGRATIONS, ("ALTER TABLE runs ADD COLUMN extra TEXT",), ("UPDATE runs SET extra = 'new'",))
-    monkeypatch.setattr(module, "MIGRATIONS", steps)
+    monkeypatch.setattr(ledger_file, "MIGRATIONS", steps)
     with Ledger.open(path) as opened:
         assert opened.get("a1") == a_row()
         assert opened._connection.execute("SELECT extra FROM runs").fetchall() == [("new",)]
@@ -398,7 +442,9 @@ def test_a_migration_that_fails_changes_nothing(path: Path, monkeypatch: pytest.
     with Ledger.open(path) as opened:
         opened.insert(a_row())
     with monkeypatch.context() as patch:
-        patch.setattr(module, "MIGRATIONS", (*MIGRATIONS, ("ALTER TABLE runs ADD COLUMN extra", "NONSENSE")))
+        patch.setattr(
+            ledger_file, "MIGRATIONS", (*MIGRATIONS, ("ALTER TABLE runs ADD COLUMN extra", "NONSENSE"))
+        )
         with pytest.raises(StorageError, match="NONSENSE"):
             Ledger.open(path)
     with Ledger.open(path) as opened:

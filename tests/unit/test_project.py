@@ -103,6 +103,15 @@ def test_oom_probe_asks_about_the_original_size() -> None:
     assert build(OomProbeParams, {**size, "device": "cuda", "seed": 0}, what="parameter") == OomProbeParams()
 
 
+@pytest.mark.parametrize("profile", [None, "cpu"])
+def test_the_payload_takes_every_case_of_the_memory_matrix(profile: str | None) -> None:
+    experiment = load_experiment(ROOT / "experiments" / "memory_matrix.yaml", profile=profile, overrides=[])
+    cases = experiment.cases()
+    params = {build(OomProbeParams, case.params, what="parameter") for case in cases}
+    assert len(params) == len(cases) == 4
+    assert {param.device == "cpu" for param in params} == {not experiment.devices}
+
+
 def test_examples_in_the_inventory_are_valid_hosts(tmp_path: Path) -> None:
     text = (ROOT / "inventory.yaml").read_text(encoding="utf-8")
     everything = tmp_path / "inventory.yaml"

@@ -138,8 +138,9 @@ def test_summary_gives_the_reason_of_a_run_that_never_started() -> None:
 
 
 def test_runs_table_shows_state_verdict_age_and_duration() -> None:
-    running = replace(ROW, run_id="running1", state=State.RUNNING, verdict=None, ended_t=None, profile=None)
-    lost = replace(ROW, run_id="lost1", state=State.LOST, verdict="lost", ended_t=None)
+    running = replace(ROW, run_id="run1", group_id="run1", state=State.RUNNING, verdict=None, ended_t=None)
+    running = replace(running, profile=None)
+    lost = replace(ROW, run_id="lost1", group_id="lost1", state=State.LOST, verdict="lost", ended_t=None)
     lines = text_of(runs_table([ROW, running, lost], now_t=ROW.created_t + 7267)).splitlines()
     assert lines[0].split() == ["RUN", "EXPERIMENT", "HOST", "STATE", "VERDICT", "AGE", "TOOK", "COMMIT"]
     assert lines[1].split() == [
@@ -147,6 +148,14 @@ def test_runs_table_shows_state_verdict_age_and_duration() -> None:
     ]
     assert lines[2].split()[3:7] == ["running", "-", "2h01m", "2h01m"]
     assert lines[3].split()[6] == "?"
+
+
+def test_runs_of_a_group_show_it_and_their_case() -> None:
+    member = replace(ROW, run_id="member1", group_id="g-azybfkw51ckv", job={**JOB, "case": "anchors=128"})
+    lines = text_of(runs_table([ROW, member], now_t=ROW.created_t)).splitlines()
+    assert lines[0].split()[:3] == ["RUN", "GROUP", "EXPERIMENT"]
+    assert lines[1].split()[:3] == ["k3m9x2qa7bcd", "-", "oom_probe:wide"]
+    assert lines[2].split()[:4] == ["member1", "g-azybfkw51ckv", "oom_probe:wide", "(anchors=128)"]
 
 
 def test_a_verdict_is_green_where_it_was_expected() -> None:
