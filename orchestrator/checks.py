@@ -12,10 +12,11 @@ from typing import Self
 
 from orchestrator.bundle import ObjectStore
 from orchestrator.errors import StorageError, UnknownName
+from orchestrator.holes import Hole
 from orchestrator.mirror_scan import Place, Scan
-from orchestrator.run_folder import Record, RunFolder, is_pin
+from orchestrator.run_folder import NOTED_KINDS, Record, RunFolder, is_pin
 
-NOTHING_HERE = "nothing of this run is mirrored yet; `orch show` mirrors what its host has"
+NOTHING_HERE = "nothing of this run is mirrored here; of one that is open `orch show` mirrors what there is"
 
 
 class Status(StrEnum):
@@ -68,9 +69,13 @@ def local_checks(
     return [
         *checks,
         check_pins(folder, found, arrived),
-        check_job(found.first, next((o for o in folder.observations() if o.get("kind") == "created"), None)),
+        check_job(found.first, _noted(folder)),
         check_bundle(found.first, bundle_id, store),
     ]
+
+
+def _noted(folder: RunFolder) -> Record | None:
+    return next((entry for entry in folder.observations() if entry.get("kind") in NOTED_KINDS), None)
 
 
 def check_pins(folder: RunFolder, found: Scan, arrived: frozenset[int]) -> Check:
@@ -145,18 +150,32 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
+def cut_text(hole: Hole) -> str:
+    """Says what is missing."""
+    size = "an unknown number of" if hole.size_bytes is None else hole.size_bytes
+    return (
+        f"cut by the run's log limit: {size} bytes, records {hole.first} to {hole.last}, "
+        f"after byte {hole.start.offset} of segment {hole.start.segment} to the end of segment {hole.through}"
+    )
+
+
 def _numbers(found: Scan) -> Check:
     if found.number_problem is not None:
         return Check.wrong("numbers", *found.number_problem)
-    return Check.right("numbers", f"{counted(found.count, 'record')}, numbered from 0 without a gap")
+    cut = sum(hole.last - hole.first + 1 for hole in found.holes)
+    but = f" but for {counted(cut, 'record')} that the run's log limit cut" if cut else ""
+    here = counted(found.count - cut, "record")
+    return Check.right("numbers", f"{here}, numbered from 0 without a gap{but}")
 
 
 def _segments(found: Scan) -> Check:
     if found.segment_problem is not None:
         return Check.wrong("segments", *found.segment_problem)
-    return Check.right(
-        "segments", f"{counted(len(found.sizes), 'segment')} of this run, each tied to the one before"
-    )
+    here = counted(sum(size > 0 for size in found.sizes), "segment")
+    says = "; ".join([f"{here} of this run, each tied to the one before", *map(cut_text, found.holes)])
+    if any(hole.through > found.cut_through for hole in found.holes):
+        return Check.open("segments", f"{says}; the record that tells of it is not here yet")
+    return Check.right("segments", says)
 
 
 def _seals(found: Scan) -> Check:
@@ -164,9 +183,11 @@ def _seals(found: Scan) -> Check:
         return Check.wrong("seals", *found.seal_problem)
     if not found.seals:
         return Check.open("seals", f"none in the {sum(found.sizes)} bytes that are here")
+    torn = f", {found.torn_bytes} more came before their seal was cut" if found.torn_bytes else ""
     rest = f", {found.unsealed_bytes} more are not sealed yet" if found.unsealed_bytes else ""
-    covered = sum(found.sizes) - found.unsealed_bytes
-    return Check.right("seals", f"{counted(len(found.seals), 'seal')} right, over {covered} bytes{rest}")
+    covered = sum(found.sizes) - found.unsealed_bytes - found.torn_bytes
+    says = f"{counted(len(found.seals), 'seal')} right, over {covered} bytes{torn}{rest}"
+    return Check.right("seals", says)
 
 
 def _pin_problem(seq: int, pin: Record, found: Scan) -> tuple[str, Place | None] | None:

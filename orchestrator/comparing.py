@@ -150,7 +150,9 @@ def shortened(diffs: Sequence[TextDiff], most_lines: int) -> tuple[TextDiff, ...
 
 # What a run was asked to do, what it got, what came of it
 
-_NOT_ASKED = frozenset({"version", "run_id", "group_id", "retry_of", "bundle", "provenance", "env"})
+_NOT_ASKED = frozenset(
+    {"version", "run_id", "group_id", "retry_of", "case", "turn", "bundle", "provenance", "env"}
+)
 _SECRET_NAME = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL|AUTH|COOKIE|SESSION|PRIVATE", re.IGNORECASE)
 _SECRET_VALUE = re.compile(r"://[^/\s]*@")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from queue import SimpleQueue
@@ -17,8 +18,8 @@ from orchestrator import remote
 from orchestrator.errors import OrchError, Unreachable
 from orchestrator.inventory import Host
 from orchestrator.mirror import Mirror
-from orchestrator.mirror_reader import tail_records
-from orchestrator.remote import Conversation, Cursor
+from orchestrator.mirror_reader import arriving_batches
+from orchestrator.remote import Conversation, Cursor, Piece
 from orchestrator.run_folder import Record, RunFolder
 from orchestrator.transports import Transport, connect
 
@@ -26,6 +27,13 @@ BACKOFF_FIRST_S = 0.5
 BACKOFF_MAX_S = 30.0
 VIEW_WAIT_S = 0.25
 LOCK_WAIT_S = 0.5
+_STOPPED = (
+    "run {run_id} is mirrored by another orch here, process {pid}, which is stopped: nothing new is seen "
+    "until it goes on (kill -CONT {pid}) or ends"
+)
+FLOOD_PIECE_BYTES = 256 * 1024
+LULL_S = 0.05
+GIVE_WAY_S = 1.0
 
 
 class Watcher:
@@ -57,10 +65,15 @@ class Following:
         host: Host | None,
         talk: Conversation | None = None,
         transport: Transport | None = None,
+        changed: threading.Event | None = None,
     ) -> None:
-        """No host: all is mirrored. ``talk`` and ``transport`` stream the run from its first record."""
+        """No host: all is mirrored. ``talk`` and ``transport`` stream the run from its first record.
+
+        ``changed`` is set when something arrives: several runs may share one.
+        """
         self._folder = folder
-        self._puller = None if host is None else _Puller(folder, host, talk, transport)
+        self._changed = changed or threading.Event()
+        self._puller = None if host is None else _Puller(folder, host, talk, transport, self._changed)
 
     def __enter__(self) -> Self:
         if self._puller is not None:
@@ -78,22 +91,29 @@ class Following:
             OrchError: the follow cannot go on (a changed host key, a full disk here, records that do not
             agree).
         """
+        for batch in self.batches(watcher, start):
+            yield from batch
+            if not batch:
+                self._changed.wait(VIEW_WAIT_S)
+                self._changed.clear()
+
+    def batches(self, watcher: Watcher, start: Cursor | None = None) -> Iterator[list[Record]]:
+        """Yields the same in batches, an empty one where nothing is new: the caller waits as it likes."""
         puller = self._puller
         if puller is None:
-            yield from tail_records(self._folder, lambda: True, lambda: None, start)
+            yield from arriving_batches(self._folder, lambda: True, start)
             return
-
-        def wait() -> None:
-            puller.changed.wait(VIEW_WAIT_S)
-            puller.changed.clear()
-            for message, pause_s in puller.take_notes():
-                if message is None:
-                    watcher.reachable()
-                else:
-                    watcher.unreachable(message, pause_s)
-            watcher.waiting()
-
-        yield from tail_records(self._folder, lambda: puller.is_over, wait, start)
+        for batch in arriving_batches(self._folder, lambda: puller.is_over, start):
+            if not batch:
+                for message, pause_s in puller.take_notes():
+                    if message is None:
+                        watcher.reachable()
+                    else:
+                        watcher.unreachable(message, pause_s)
+                watcher.waiting()  # before the caller waits: what was shown must be out by then
+            yield batch
+            if batch:
+                puller.wait_for_lull()
         if puller.error is not None:
             raise puller.error
 
@@ -102,7 +122,12 @@ class _Puller(threading.Thread):
     """Copies a run's bytes into the mirror until it has ended, reconnecting as often as needed."""
 
     def __init__(
-        self, folder: RunFolder, host: Host, talk: Conversation | None, transport: Transport | None
+        self,
+        folder: RunFolder,
+        host: Host,
+        talk: Conversation | None,
+        transport: Transport | None,
+        changed: threading.Event,
     ) -> None:
         super().__init__(name=f"orch-pull-{folder.run_id}", daemon=True)
         self._folder = folder
@@ -110,8 +135,9 @@ class _Puller(threading.Thread):
         self._talk = talk
         self._transport = transport
         self._leaving = threading.Event()
+        self._busy_until = 0.0
         self._notes: SimpleQueue[tuple[str | None, float]] = SimpleQueue()
-        self.changed = threading.Event()
+        self.changed = changed
         self.is_over = False
         self.error: OrchError | None = None
 
@@ -121,6 +147,16 @@ class _Puller(threading.Thread):
         self._close()
         if self.is_alive():
             self.join(10.0)
+
+    def wait_for_lull(self) -> None:
+        """Returns when bytes no longer arrive in floods, or after `GIVE_WAY_S`.
+
+        To show lines takes ten times as long as to mirror them, and the two take turns in one interpreter.
+        """
+        give_up_at = time.monotonic() + GIVE_WAY_S
+        while (rest_s := min(self._busy_until, give_up_at) - time.monotonic()) > 0:
+            if self._leaving.wait(rest_s):
+                return
 
     def take_notes(self) -> list[tuple[str | None, float]]:
         """Returns what happened to the connection since the last call.
@@ -135,25 +171,35 @@ class _Puller(threading.Thread):
     def run(self) -> None:
         """Runs in the thread."""
         try:
-            with self._acquire() as mirror:
-                self._pull(mirror)
+            try:
+                with self._acquire() as mirror:
+                    self._pull(mirror)
+            finally:
+                self._close()
         except OrchError as error:
             if not self._leaving.is_set():
                 self.error = error
         except Exception as error:  # noqa: BLE001  (a thread's error must reach the caller)
             if not self._leaving.is_set():
                 self.error = OrchError(f"the follow failed: {type(error).__name__}: {error}")
-        finally:
-            self._close()
+        finally:  # whatever else fails: the caller waits for this
             self.is_over = True
             self.changed.set()
 
     @contextmanager
     def _acquire(self) -> Iterator[Mirror]:
+        stopped = None
         while (mirror := Mirror.acquire(self._folder, self._host.name)) is None:
             self.changed.set()  # somebody else pulls: what they append is to be looked at
+            before, stopped = stopped, self._folder.stopped_puller()
+            if stopped is not None and before is None:
+                self._note(_STOPPED.format(pid=stopped, run_id=self._folder.run_id), LOCK_WAIT_S)
+            elif before is not None and stopped is None:
+                self._note(None, 0.0)
             if self._leaving.wait(LOCK_WAIT_S):
                 raise OrchError("left")
+        if stopped is not None:
+            self._note(None, 0.0)
         with mirror:
             yield mirror
 
@@ -173,6 +219,8 @@ class _Puller(threading.Thread):
                     if piece is not None:
                         mirror.append(piece)
                         self.changed.set()
+                        if isinstance(piece, Piece) and len(piece.data) >= FLOOD_PIECE_BYTES:
+                            self._busy_until = time.monotonic() + LULL_S
                 mirror.compare_end(*talk.host_end)
             except Unreachable as error:
                 self._close()

@@ -10,19 +10,21 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
-
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING, Any, Self
 
 from orchestrator.errors import UsageError
+from orchestrator.holes import Hole, hole_after
 from orchestrator.ledger import RunRow
+from orchestrator.lifecycle import MISSING
 from orchestrator.log_lines import LineAssembler, LogLine
 from orchestrator.log_view import line_json, utc
 from orchestrator.mirror_reader import read_records
 from orchestrator.run_folder import Record, RunFolder
 from orchestrator.supervisor.seals import SEAL_LINE, Seal, SealBroken, SealChecker
 from orchestrator.text import printable, quoted
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 MOST_UNSEALED_BYTES = 8 * 1024 * 1024
 
@@ -51,11 +53,15 @@ class LineName:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SealStanding:
-    """The seal that covers a record: None while there is none, ``problem`` when it is not right."""
+    """The seal that covers a record: None while there is none, ``problem`` when it is not right.
+
+    ``is_cut``: there will be none, the run's log limit removed it before it came.
+    """
 
     seal: Seal | None = None
     is_pinned: bool = False
     problem: str | None = None
+    is_cut: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +87,7 @@ def find_origin(row: RunRow, folder: RunFolder, name: LineName) -> Origin:
     start: Record = {}
     streams: set[str] = set()
     count = 0
+    missing: list[str] = []
 
     def of_stream() -> Iterator[LogLine]:
         nonlocal start
@@ -93,6 +100,8 @@ def find_origin(row: RunRow, folder: RunFolder, name: LineName) -> Origin:
                 streams.add(f"{record.get('proc')}.{record.get('stream')}")
                 if (record.get("proc"), record.get("stream")) == (name.proc, name.stream):
                     yield from lines.feed(record)
+            elif record["kind"] == MISSING:
+                missing.extend(line.text for line in lines.feed(record))
         yield from lines.flush()
 
     for line in of_stream():
@@ -100,13 +109,18 @@ def find_origin(row: RunRow, folder: RunFolder, name: LineName) -> Origin:
             standing = seal_over(folder, line.seq)
             return Origin(line=line, row=row, spawn=spawns.get(line.pid, {}), start=start, standing=standing)
         count = line.number
-    raise UsageError(_unknown(row.run_id, name, count, streams))
+    raise UsageError("; ".join([_unknown(row.run_id, name, count, streams), *missing]))
 
 
 def seal_over(folder: RunFolder, seq: int) -> SealStanding:
     """Checks the mirror from its first byte to the first seal after record ``seq``."""
     checker = SealChecker(folder.run_id)
     for block in _sealed_blocks(folder):
+        if isinstance(block, Hole):
+            if block.last > seq:
+                return SealStanding(is_cut=True)
+            checker = block.checker(folder.run_id)
+            continue
         try:
             seals = checker.feed(block)
         except SealBroken as broken:
@@ -121,6 +135,9 @@ def seal_over(folder: RunFolder, seq: int) -> SealStanding:
 
 def origin_table(origin: Origin) -> Table:
     """Returns all of it as labels and values."""
+    from rich.table import Table  # noqa: PLC0415  (a log without it does not wait for rich)
+    from rich.text import Text  # noqa: PLC0415
+
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -151,6 +168,7 @@ def origin_json(origin: Origin) -> dict[str, Any]:
             "sha256": None if seal is None else seal.sha256,
             "is_right": None if seal is None and standing.problem is None else standing.problem is None,
             "is_pinned": standing.is_pinned,
+            "is_cut": standing.is_cut,
             "problem": standing.problem,
         },
     }
@@ -187,7 +205,8 @@ def _seal(standing: SealStanding) -> str:
     if standing.problem is not None:
         return f"NOT RIGHT: {standing.problem}"
     if seal is None:
-        return "none yet: the next one will cover it"
+        is_cut = "none: the run's log limit cut it before it came here"
+        return is_cut if standing.is_cut else "none yet: the next one will cover it"
     pinned = "pinned here on arrival" if standing.is_pinned else "not pinned here"
     return f"{seal.sha256}, seq {seal.seq}: right from the run's first byte on, {pinned}"
 
@@ -201,11 +220,11 @@ def _unknown(run_id: str, name: LineName, count: int, streams: Iterable[str]) ->
     )
 
 
-def _sealed_blocks(folder: RunFolder) -> Iterator[bytes]:
-    """Yields the mirror's bytes, cut after each seal and where none comes for long."""
-    index, size = 0, 0
-    block: list[bytes] = []
+def _sealed_blocks(folder: RunFolder) -> Iterator[bytes | Hole]:
+    """Yields the mirror's bytes, cut after each seal and where none comes for long, and its holes."""
+    index: int = 0
     while (path := folder.segment(index)).exists():
+        block, size = [], 0
         with path.open("rb") as file:
             for line in file:
                 block.append(line)
@@ -213,4 +232,8 @@ def _sealed_blocks(folder: RunFolder) -> Iterator[bytes]:
                 if SEAL_LINE.match(line) or size > MOST_UNSEALED_BYTES:
                     yield b"".join(block)
                     block, size = [], 0
-        index += 1
+        yield b"".join(block)
+        hole = hole_after(folder, index)
+        if hole is not None:
+            yield hole
+        index = (index if hole is None else hole.through) + 1

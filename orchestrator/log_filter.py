@@ -27,9 +27,9 @@ class LineFilter:
     pattern: re.Pattern[str] | None = None
 
     def __call__(self, line: LogLine) -> bool:
-        """Tells whether the line is asked for."""
+        """Tells whether the line is asked for; that records are missing is never left out by its text."""
         return (self.since_t is None or line.t >= self.since_t) and (
-            self.pattern is None or self.pattern.search(line.text) is not None
+            self.pattern is None or line.cut is not None or self.pattern.search(line.text) is not None
         )
 
 

@@ -5,6 +5,8 @@ itself. A line's name is ``RUN/rank0.stderr:121``: the number counts the line fe
 Lines show less than the records hold, and say where: of carriage return updates the last one, of a line
 longer than `log_text.LINE_LIMIT_BYTES` its beginning. Bytes that are not UTF-8 appear as ``\xff``.
 
+Where the run's log limit has removed records, one line says so: it has ``cut`` and its text is no output.
+
 Memory is bounded by that limit for each stream, whatever the length of the log. Reading segments and showing
 lines are left to others; ``Line``, ``Stream`` and ``assemble`` are for this module and `log_tail`.
 """
@@ -17,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
 from orchestrator.errors import ProtocolError
-from orchestrator.lifecycle import Record
+from orchestrator.lifecycle import MISSING, Record
 from orchestrator.log_text import LineText, plain_parts
 
 _FIELDS: dict[str, type | tuple[type, ...]] = {
@@ -32,6 +34,14 @@ _FIELDS: dict[str, type | tuple[type, ...]] = {
 _USUAL_TYPES = (str, str, int, int, int, int, float)
 
 Key = tuple[str, str]
+
+
+class CutRecords(NamedTuple):
+    """Which records are missing; ``size_bytes`` is None while that is not known."""
+
+    first: int
+    last: int
+    size_bytes: int | None
 
 
 class LogLine(NamedTuple):
@@ -54,6 +64,7 @@ class LogLine(NamedTuple):
     is_finished: bool = True
     is_headless: bool = False
     left_out_bytes: int = 0
+    cut: CutRecords | None = None
 
     @property
     def name(self) -> str:
@@ -69,13 +80,13 @@ class LineAssembler:
         self._streams: Streams = streams or {}
 
     def feed(self, record: Record) -> Iterator[LogLine]:
-        """Yields the lines that a record ends; records of other kinds than ``out`` end none.
+        """Yields the lines that a record ends: records of other kinds than ``out`` and `MISSING` end none.
 
         Raises:
             ProtocolError: an output record that does not follow the format.
         """
         if record.get("kind") != "out":
-            return iter(())
+            return map(self._source.show, assemble(record, self._streams, self._source))
         parts = _plain_parts(record)
         if parts is not None:
             stream = self._streams.get((record["proc"], record["stream"]))
@@ -107,12 +118,11 @@ class LineAssembler:
 def select(
     records: Iterable[Record], *, proc: str | None = None, stream: str | None = None
 ) -> Iterator[Record]:
-    """Yields the output records of one process, one stream, or both."""
+    """Yields the output records of one process, one stream, or both, and where any are missing."""
     for record in records:
-        if (
-            record.get("kind") == "out"
-            and proc in (None, record.get("proc"))
-            and stream in (None, record.get("stream"))
+        kind = record.get("kind")
+        if kind == MISSING or (
+            kind == "out" and proc in (None, record.get("proc")) and stream in (None, record.get("stream"))
         ):
             yield record
 
@@ -131,6 +141,16 @@ class Line:
     t: float
     text: LineText = field(default_factory=LineText)
     is_finished: bool = False
+    cut: CutRecords | None = None
+
+    @classmethod
+    def missing(cls, record: Record) -> Self:
+        """Returns the line that stands for records that are missing."""
+        cut = CutRecords(record["seq"], record["last"], record["bytes"])
+        size = "an unknown number of" if cut.size_bytes is None else cut.size_bytes
+        says = f"[… {size} bytes cut by the run's log limit, records {cut.first}–{cut.last}]"
+        text = LineText.of(says.encode())
+        return cls("", "", 0, 0, True, 0, cut.first, record["t"], text, is_finished=True, cut=cut)
 
     @classmethod
     def begin(cls, record: Record, number: int, start_off: int, *, has_head: bool) -> Self:
@@ -250,6 +270,7 @@ class Source:
             is_finished=line.is_finished,
             is_headless=line.lacks_head,
             left_out_bytes=left_out_bytes,
+            cut=line.cut,
         )
 
 
@@ -261,7 +282,12 @@ def _plain_parts(record: Record) -> list[str] | None:
 
 
 def assemble(record: Record, streams: Streams, source: Source) -> Iterator[Line]:
-    """Yields the lines that ``record`` ends, and keeps in ``streams`` what it begins."""
+    """Yields the lines that ``record`` ends, and keeps in ``streams`` what it begins.
+
+    Over missing records a stream goes on as it was: not all that is missing need be its output.
+    """
+    if record.get("kind") == MISSING:
+        yield Line.missing(record)
     if record.get("kind") != "out":
         return
     data = source.data(record)

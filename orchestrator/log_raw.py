@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from orchestrator.errors import RecordsAltered, UsageError
-from orchestrator.lifecycle import Record
+from orchestrator.lifecycle import MISSING, Record
 from orchestrator.log_lines import Key, Source
 
 
@@ -23,7 +23,7 @@ class RawOutput:
         """Reads all records before a byte of them is written anywhere.
 
         Raises:
-            UsageError: several streams have output.
+            UsageError: several streams have output, or records are missing.
         """
         keys = {self._key_of(record) for record in records if self._is_asked_for(record)}
         if len(keys) > 1:
@@ -33,7 +33,7 @@ class RawOutput:
         """Returns what a record adds to the stream; nothing when it is of another kind.
 
         Raises:
-            UsageError: a second stream has output.
+            UsageError: a second stream has output, or records are missing.
             ProtocolError: an output record that does not follow the format.
             RecordsAltered: bytes before it are missing.
         """
@@ -53,6 +53,12 @@ class RawOutput:
         return data
 
     def _is_asked_for(self, record: Record) -> bool:
+        if record.get("kind") == MISSING:
+            run_id = self._source.run_id
+            raise UsageError(
+                f"--raw writes a stream as it was, and records {record['seq']} to {record['last']} of run "
+                f"{run_id} were cut by its log limit; `orch logs {run_id}` shows what there is"
+            )
         return (
             record.get("kind") == "out"
             and self._proc in (None, record.get("proc"))

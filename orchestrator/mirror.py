@@ -1,7 +1,8 @@
 """The local copy of a run's records: byte for byte what the host wrote, checked seal by seal as it arrives.
 
 `Mirror` appends what one puller receives, compares whatever it already has, and pins each seal. Nothing here
-is ever cut or written twice; what does not agree is a finding.
+is ever cut or written twice; what does not agree is a finding. Of what the run's limit removed on the host it
+keeps what is here, and the host's stub beside it.
 """
 
 from __future__ import annotations
@@ -11,9 +12,13 @@ import os
 from typing import NoReturn, Self
 
 from orchestrator.errors import ProtocolError, RecordsAltered, StorageError
-from orchestrator.remote import Cursor, Piece
+from orchestrator.holes import MOST_CUT_SEGMENTS, stub_after, stub_path
+from orchestrator.remote import Cursor, Cut, Piece
 from orchestrator.run_folder import RunFolder
-from orchestrator.supervisor.seals import SealBroken, SealChecker
+from orchestrator.supervisor.cuts import MOST_STUB_BYTES
+from orchestrator.supervisor.seals import SEAL_LINE, SealBroken, SealChecker
+
+READ_BYTES = 1024 * 1024
 
 
 class Mirror:
@@ -26,7 +31,7 @@ class Mirror:
         self._fd: int | None = None
         self._open_index = -1
         self.cursor = Cursor()
-        self._before = 0
+        self._base = 0  # where the segment begins, as the checker counts
         self._checker = SealChecker(folder.run_id)
         self._pins = folder.pins()
         self._resume()
@@ -60,7 +65,7 @@ class Mirror:
         self._close_segment()
         os.close(self._lock_fd)
 
-    def append(self, piece: Piece) -> None:
+    def append(self, piece: Piece | Cut) -> None:
         """Takes the next bytes; those that are here already are compared, the rest is written.
 
         Raises:
@@ -68,13 +73,10 @@ class Mirror:
             ProtocolError: bytes between are missing.
             StorageError: this disk does not take them; what it took stays and is compared later.
         """
-        if piece.cursor.segment != self.cursor.segment:
-            if piece.cursor != Cursor(segment=self.cursor.segment + 1):
-                raise self._gap(piece.cursor)
-            self._before += self.cursor.offset
-            self.cursor = piece.cursor
-        if piece.cursor.offset != self.cursor.offset:
-            raise self._gap(piece.cursor)
+        self._move_to(piece.cursor)
+        if isinstance(piece, Cut):
+            self._skip(piece)
+            return
         size = self._open_segment(piece.cursor.segment)
         have = min(max(size - piece.cursor.offset, 0), len(piece.data))
         assert self._fd is not None
@@ -83,8 +85,7 @@ class Mirror:
                 f"segment {piece.cursor.segment} differs from the mirror after byte {piece.cursor.offset}"
             )
         self._write(memoryview(piece.data)[have:])
-        self.cursor = Cursor(segment=piece.cursor.segment, offset=piece.cursor.offset + len(piece.data))
-        self._check(piece.data)
+        self._advance(piece.data)
 
     def compare_end(self, segment: int, size: int) -> None:
         """Notes when the host has less than the mirror: a finding, never a reason to cut.
@@ -111,23 +112,89 @@ class Mirror:
             if f'"sha256":"{pin["sha256"]}"}}\n'.encode() not in line:
                 self._find(f"the mirror was altered: seal {pin['seq']} is not the one that was pinned")
             self.cursor = Cursor(segment=segment, offset=end)
-            self._before = sum(self._size(index) for index in self._indexes() if index < segment)
-            self._checker = SealChecker(self._folder.run_id, start=self._before + start, resume=True)
+            self._checker = SealChecker(self._folder.run_id, start=start, resume=True)
             self._checker.feed(line)
             return
+
+    def _move_to(self, cursor: Cursor) -> None:
+        if cursor.segment != self.cursor.segment:
+            if cursor != Cursor(segment=self.cursor.segment + 1):
+                raise self._gap(cursor)
+            self._base += self.cursor.offset
+            self.cursor = cursor
+        if cursor.offset != self.cursor.offset:
+            raise self._gap(cursor)
+
+    def _advance(self, data: bytes) -> None:
+        self.cursor = Cursor(segment=self.cursor.segment, offset=self.cursor.offset + len(data))
+        self._check(data)
+
+    def _skip(self, cut: Cut) -> None:
+        """Goes on after what the host has no more, once all of it that is here is checked."""
+        seal = SEAL_LINE.fullmatch(cut.stub) if len(cut.stub) <= MOST_STUB_BYTES else None
+        if cut.cursor.segment == 0:
+            raise ProtocolError("the first segment is said to be cut, which never is", host=self._host)
+        if seal is None or cut.through - cut.cursor.segment > MOST_CUT_SEGMENTS:
+            raise ProtocolError(f"the stub of segment {cut.through} is no seal", host=self._host)
+        sha256, seq = seal.group(4).decode(), int(seal.group(2))
+        pin = self._pins.get(seq)
+        if pin is not None and pin["sha256"] != sha256:
+            self._find(f"the host's seal {seq} is not the one that was pinned")
+        path = stub_path(self._folder, cut.through)
+        if path.exists() and path.read_bytes() != cut.stub:
+            self._find(f"the host's stub of segment {cut.through} is not the one it sent before")
+        self._take_what_is_here(cut.through)
+        at = self.cursor
+        last_line = self._read(at.segment, max(0, at.offset - len(cut.stub)), at.offset)
+        if at.segment > cut.through or last_line == cut.stub:
+            return
+        self._write_stub(cut)
+        self._folder.observe("cut", **self.cursor.as_json(), through=cut.through, seq=seq, sha256=sha256)
+        self._jump(cut.through, cut.stub)
+
+    def _take_what_is_here(self, through: int) -> None:
+        """Goes on as far as the mirror has the bytes, or a stub for them, up to the end of ``through``."""
+        while self.cursor.segment <= through:
+            segment, offset = self.cursor.segment, self.cursor.offset
+            stub = stub_after(self._folder, segment)
+            if data := self._read(segment, offset, offset + READ_BYTES):
+                self._advance(data)
+            elif stub is not None and stub <= through:
+                self._jump(stub, stub_path(self._folder, stub).read_bytes())
+            elif stub is None and segment < through and self._folder.segment(segment + 1).exists():
+                self._move_to(Cursor(segment=segment + 1))
+            else:
+                return
+
+    def _jump(self, through: int, stub: bytes) -> None:
+        self._checker = SealChecker(self._folder.run_id, start=-len(stub), resume=True)
+        self._checker.feed(stub)
+        self._base = 0
+        self.cursor = Cursor(segment=through + 1)
+
+    def _write_stub(self, cut: Cut) -> None:
+        path = stub_path(self._folder, cut.through)
+        try:
+            self._folder.make()
+            new = path.with_name(f"{path.name}.new")
+            new.touch(mode=0o600)
+            new.write_bytes(cut.stub)
+            new.replace(path)
+        except OSError as error:
+            raise self._disk(error) from error
 
     def _check(self, data: bytes) -> None:
         try:
             seals = self._checker.feed(data)
         except SealBroken as broken:
-            self._find(f"{broken} (from byte {broken.at} of the run on)")
+            self._find(f"{broken} ({self._where(broken.at)})")
         for seal in seals:
             pin = self._pins.get(seal.seq)
             if pin is not None and pin["sha256"] != seal.sha256:
                 self._find(f"the host's seal {seal.seq} is not the one that was pinned")
             if pin is not None:
                 continue
-            end = seal.end - self._before
+            end = seal.end - self._base
             self._folder.observe(
                 "seal",
                 seq=seal.seq,
@@ -136,6 +203,10 @@ class Mirror:
                 line_start=end - seal.line_bytes,
                 line_end=end,
             )
+
+    def _where(self, at: int) -> str:
+        segment, offset = self.cursor.segment, at - self._base
+        return f"from byte {offset} of segment {segment} on" if offset >= 0 else f"up to segment {segment}"
 
     def _find(self, message: str) -> NoReturn:
         self._folder.observe("finding", message=message)

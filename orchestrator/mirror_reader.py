@@ -1,6 +1,7 @@
 """The views' way into a mirror: complete records in order, from a position on, checked where it matters.
 
-A line that a crash or a full disk cut is not read until it is whole. Nothing here writes.
+A line that a crash or a full disk cut is not read until it is whole. Where the run's limit has removed
+records before they came, a record of kind `lifecycle.MISSING` stands in their place. Nothing here writes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from orchestrator.errors import RecordsAltered
+from orchestrator.holes import Hole, cut_index, hole_after, is_complete, mirrored
+from orchestrator.lifecycle import MISSING
 from orchestrator.remote import Cursor
 from orchestrator.run_folder import Record, RunFolder
 from orchestrator.supervisor.seals import SealBroken, SealChecker
@@ -28,34 +31,29 @@ def read_records(folder: RunFolder) -> Iterator[Record]:
         RecordsAltered: a line is none of ours.
     """
     reader = _Reader(folder, Cursor())
-    while batch := reader.batch():
+    while batch := reader.batch(is_final=True):
         yield from batch
 
 
 def checked_records(folder: RunFolder) -> Iterator[Record]:
     """Yields the mirrored records while checking them: numbers without a gap, seals, and the pinned ones.
 
+    What is missing because of the run's limit is no gap, if a record of the run says that it was cut.
+
     Raises:
         RecordsAltered: at the first thing that is not as it was; what was yielded before counts for nothing.
     """
-    pins, checker, expected = folder.pins(), SealChecker(folder.run_id), 0
-    reader = _Reader(folder, Cursor())
-    while lines := reader.lines():
-        try:
-            seals = checker.feed(b"".join(lines))
-        except SealBroken as broken:
-            raise RecordsAltered(f"run {folder.run_id}: the mirror was altered: {broken}") from broken
-        for seal in seals:
-            pin = pins.pop(seal.seq, None)
-            if pin is not None and pin["sha256"] != seal.sha256:
-                raise RecordsAltered(f"run {folder.run_id}: seal {seal.seq} is not the one that was pinned")
-        for record in map(reader.parse, lines):
-            if record["seq"] != expected:
-                raise RecordsAltered(f"run {folder.run_id}: record {expected} is missing from the mirror")
-            expected += 1
+    reader, check = _Reader(folder, Cursor()), _Check(folder)
+    while part := reader.read(is_final=True):
+        if isinstance(part, Hole):
+            check.skip(part)
+            yield part.as_record()
+            continue
+        check.seals(part)
+        for record in map(reader.parse, part):
+            check.record(record)
             yield record
-    if pins:
-        raise RecordsAltered(f"run {folder.run_id}: the mirror ends before seal {min(pins)}, which was here")
+    check.finish()
 
 
 def recorded_job(folder: RunFolder) -> Record | None:
@@ -77,42 +75,41 @@ def check_end(folder: RunFolder, size_bytes: int = CHECKED_END_BYTES) -> None:
         RecordsAltered: a seal does not match, or a pinned one is not there.
     """
     pins = list(folder.pins().values())
-    sizes = [path.stat().st_size for path in sorted(folder.records.glob("*.jsonl"))]
-    begin = sum(sizes) - size_bytes
-    known = [pin for pin in pins if sum(sizes[: pin["segment"]]) + pin["line_end"] <= begin]
-    start = known[-1] if known else None
-    segment, offset = (start["segment"], start["line_start"]) if start else (0, 0)
-    checker = SealChecker(folder.run_id, start=offset, resume=start is not None)
+    start = _pin_before_end(folder, pins, size_bytes)
+    checker, at = SealChecker(folder.run_id), Cursor()
+    if start is not None:
+        at = Cursor(segment=start["segment"], offset=start["line_start"])
+        checker = SealChecker(folder.run_id, start=at.offset, resume=True)
     wanted = {pin["seq"]: pin["sha256"] for pin in pins if start is None or pin["seq"] > start["seq"]}
-    for index in range(segment, len(sizes)):
-        with folder.segment(index).open("rb") as file:
-            file.seek(offset if index == segment else 0)
-            while data := file.read(READ_BYTES):
-                try:
-                    seals = checker.feed(data)
-                except SealBroken as broken:
-                    raise RecordsAltered(f"run {folder.run_id}: the mirror was altered: {broken}") from broken
-                for seal in seals:
-                    if wanted.pop(seal.seq, seal.sha256) != seal.sha256:
-                        raise RecordsAltered(f"run {folder.run_id}: seal {seal.seq} is not the pinned one")
+    for part in mirrored(folder, at):
+        if isinstance(part, Hole):
+            checker = part.checker(folder.run_id)
+            continue
+        try:
+            seals = checker.feed(part)
+        except SealBroken as broken:
+            raise RecordsAltered(f"run {folder.run_id}: the mirror was altered: {broken}") from broken
+        for seal in seals:
+            if wanted.pop(seal.seq, seal.sha256) != seal.sha256:
+                raise RecordsAltered(f"run {folder.run_id}: seal {seal.seq} is not the pinned one")
     if wanted:
         raise RecordsAltered(f"run {folder.run_id}: the mirror lacks seal {min(wanted)}, which was here")
 
 
-def tail_records(
-    folder: RunFolder, is_over: Callable[[], bool], wait: Callable[[], None], start: Cursor | None = None
-) -> Iterator[Record]:
-    """Yields records as they arrive; ends when ``is_over()`` and nothing is left to read."""
+def arriving_batches(
+    folder: RunFolder, is_over: Callable[[], bool], start: Cursor | None = None
+) -> Iterator[list[Record]]:
+    """Yields records as they arrive, an empty batch while nothing is new: the caller waits as it likes.
+
+    Ends when ``is_over()`` and nothing is left to read.
+    """
     reader = _Reader(folder, start or Cursor())
     while True:
         over = is_over()  # asked first: what was mirrored before it was over is then seen by this pass
-        batch = reader.batch()
-        yield from batch
-        if batch:
-            continue
-        if over:
+        batch = reader.batch(is_final=over)
+        if over and not batch:
             return
-        wait()
+        yield batch
 
 
 def end_position(folder: RunFolder) -> Cursor:
@@ -140,18 +137,41 @@ def newest_batches(folder: RunFolder, until: Cursor) -> Iterator[Iterator[Record
     Raises:
         RecordsAltered: a segment is missing.
     """
-    most_bytes = FIRST_BATCH_BYTES
-    for index in range(until.segment, -1, -1):
-        reader = _Reader(folder, Cursor(segment=index))
-        path = folder.segment(index)
-        if index < until.segment and not path.exists():
-            raise RecordsAltered(f"run {folder.run_id}: {path} is missing from the mirror")
-        end = until.offset if index == until.segment else path.stat().st_size
+    most_bytes, index, end = FIRST_BATCH_BYTES, until.segment, until.offset
+    while True:
+        reader, path = _Reader(folder, Cursor(segment=index)), folder.segment(index)
         while end:
             begin, lines = _lines_before(path, end, most_bytes)
             yield map(reader.parse, lines)
             end = begin
             most_bytes = min(2 * most_bytes, MOST_BATCH_BYTES)
+        if index == 0:
+            return
+        before = max((earlier for earlier in _indexes(folder) if earlier < index), default=0)
+        hole = hole_after(folder, before)
+        if hole is not None and hole.through == index - 1:
+            yield iter([hole.as_record()])
+            index, end = hole.start.segment, hole.start.offset
+        elif before == index - 1 and folder.segment(before).exists():
+            index, end = before, folder.segment(before).stat().st_size
+        else:
+            missing = folder.segment(index - 1)
+            raise RecordsAltered(f"run {folder.run_id}: {missing} is missing from the mirror")
+
+
+def _pin_before_end(folder: RunFolder, pins: list[Record], size_bytes: int) -> Record | None:
+    """Returns the last pin that has at least ``size_bytes`` of the mirror after it."""
+    after: dict[int, int] = {}
+    total = 0
+    for index in reversed(_indexes(folder)):
+        total += folder.segment(index).stat().st_size
+        after[index] = total
+    known = (pin for pin in reversed(pins) if after.get(pin["segment"], 0) - pin["line_end"] >= size_bytes)
+    return next(known, None)
+
+
+def _indexes(folder: RunFolder) -> list[int]:
+    return sorted(int(path.stem) for path in folder.records.glob("*.jsonl"))
 
 
 def _lines_before(path: Path, end: int, most_bytes: int) -> tuple[int, list[bytes]]:
@@ -167,6 +187,56 @@ def _lines_before(path: Path, end: int, most_bytes: int) -> tuple[int, list[byte
             most_bytes *= 2
 
 
+class _Check:
+    """What `checked_records` knows on its way; each method raises `RecordsAltered`."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._run_id = folder.run_id
+        self._pins = folder.pins()
+        self._checker = SealChecker(folder.run_id)
+        self._expected = 0
+        self._missing_through = 0
+        self._cut_through = 0
+        self._has_ended = False
+
+    def skip(self, hole: Hole) -> None:
+        """Goes on after a hole."""
+        self._checker = hole.checker(self._run_id)
+        self._expected, self._missing_through = hole.last + 1, hole.through
+
+    def seals(self, lines: list[bytes]) -> None:
+        """Checks the seals in these lines, and against the pinned ones."""
+        try:
+            seals = self._checker.feed(b"".join(lines))
+        except SealBroken as broken:
+            raise RecordsAltered(f"run {self._run_id}: the mirror was altered: {broken}") from broken
+        for seal in seals:
+            pin = self._pins.pop(seal.seq, None)
+            if pin is not None and pin["sha256"] != seal.sha256:
+                raise RecordsAltered(f"run {self._run_id}: seal {seal.seq} is not the one that was pinned")
+
+    def record(self, record: Record) -> None:
+        """Checks a record's number, and takes word of what was cut."""
+        if record["seq"] != self._expected:
+            raise RecordsAltered(f"run {self._run_id}: record {self._expected} is missing from the mirror")
+        self._expected += 1
+        if record["kind"] == "cut":
+            self._cut_through = max(self._cut_through, cut_index(record))
+        elif record["kind"] == "end":
+            self._has_ended = True
+
+    def finish(self) -> None:
+        """Asks whether all that should be here was."""
+        if self._pins:
+            says = f"the mirror ends before seal {min(self._pins)}, which was here"
+            raise RecordsAltered(f"run {self._run_id}: {says}")
+        if self._has_ended and self._missing_through > self._cut_through:
+            segment = f"segment {self._missing_through}"
+            raise RecordsAltered(
+                f"run {self._run_id}: {segment} is missing, and no record says that it was cut"
+            )
+
+
 class _Reader:
     """Reads complete lines from where it was."""
 
@@ -176,14 +246,22 @@ class _Reader:
         self._offset = start.offset
         self._rest = b""
 
-    def batch(self) -> list[Record]:
-        """Returns the records of the next lines; none when there is nothing more to read now."""
-        return [self.parse(line) for line in self.lines()]
+    def batch(self, *, is_final: bool = False) -> list[Record]:
+        """Returns the records of what `read` returns."""
+        part = self.read(is_final=is_final)
+        return [part.as_record()] if isinstance(part, Hole) else [self.parse(line) for line in part]
 
-    def lines(self) -> list[bytes]:
-        """Returns the next complete lines with their line feeds, reading on until there is one or no more."""
+    def read(self, *, is_final: bool = False) -> list[bytes] | Hole:
+        """Returns the next complete lines with their line feeds, or the hole in their place.
+
+        An empty list when there is nothing more to read now. How large a hole is is known with the segment
+        after it: until then it is waited for, unless this ``is_final``.
+
+        Raises:
+            RecordsAltered: a hole does not fit what is here.
+        """
         while True:
-            has_next = self._folder.segment(self._index + 1).exists()
+            complete = is_complete(self._folder, self._index)  # asked first: then this is all of the segment
             try:
                 with self._folder.segment(self._index).open("rb") as file:
                     file.seek(self._offset)
@@ -191,9 +269,15 @@ class _Reader:
             except FileNotFoundError:
                 return []
             if not data:
-                if not has_next:
+                if not complete:
                     return []
-                self._index, self._offset, self._rest = self._index + 1, 0, b""
+                hole = hole_after(self._folder, self._index)
+                if hole is not None and hole.size_bytes is None and not is_final:
+                    return []
+                self._index = (self._index if hole is None else hole.through) + 1
+                self._offset, self._rest = 0, b""
+                if hole is not None:
+                    return hole
                 continue
             self._offset += len(data)
             *lines, self._rest = (self._rest + data).split(b"\n")
@@ -207,7 +291,8 @@ class _Reader:
             seq, t, kind = record["seq"], record["t"], record["kind"]
         except (ValueError, KeyError, TypeError, RecursionError):
             record, seq, t, kind = None, None, None, None
-        if isinstance(record, dict) and type(seq) is int and isinstance(t, float) and isinstance(kind, str):
+        is_ours = type(seq) is int and isinstance(t, float) and isinstance(kind, str) and kind != MISSING
+        if isinstance(record, dict) and is_ours:
             return record
         shown = line[:80].decode("utf-8", "replace").strip()
         where = self._folder.segment(self._index)

@@ -2,6 +2,7 @@
 
 `mirror_reader` stops at the first thing that is not as it was, since nothing after it can be trusted; here
 numbers, segment headers and seals are looked at each by itself, and the first that is wrong of each is kept.
+What the run's limit has removed is no fault where a stub stands for it and a sealed record tells of it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import json
 import re
 from dataclasses import dataclass, field
 
+from orchestrator.errors import RecordsAltered
+from orchestrator.holes import Hole, cut_index, hole_after
 from orchestrator.remote import Cursor
 from orchestrator.run_folder import Record, RunFolder
 from orchestrator.supervisor.records import FORMAT_VERSION
@@ -47,17 +50,33 @@ class FoundSeal:
 
 @dataclass(kw_only=True, slots=True)
 class Scan:
-    """What one pass found; ``sizes`` are the bytes of each segment, 0 for one that is missing."""
+    """What one pass found; ``sizes`` are the bytes of each segment, 0 for one that is missing.
+
+    ``torn_bytes`` came without the seal over them, which a hole swallowed. ``cut_through`` is the last
+    segment of which a sealed record says that it was cut, 0 for none. ``seals_before`` holds the seal that
+    each segment's header says the one before it ended with.
+    """
 
     sizes: list[int] = field(default_factory=list)
     count: int = 0
     first: Record | None = None
     seals: dict[int, FoundSeal] = field(default_factory=dict)
     unsealed_bytes: int = 0
+    torn_bytes: int = 0
+    holes: list[Hole] = field(default_factory=list)
+    cut_through: int = 0
+    seals_before: dict[int, str] = field(default_factory=dict)
     has_ended: bool = False
     number_problem: Problem | None = None
     segment_problem: Problem | None = None
     seal_problem: Problem | None = None
+
+    @property
+    def incomplete(self) -> frozenset[int]:
+        """The segments of which something is missing by the run's limit, as far as can be told here."""
+        return frozenset(
+            index for hole in self.holes for index in range(hole.start.segment, hole.through + 1)
+        )
 
 
 def scan(folder: RunFolder) -> Scan:
@@ -83,20 +102,72 @@ class _Scanner:
         self._found = Scan()
         self._checker = SealChecker(folder.run_id)
         self._last_seal = ""
+        self._last_seal_seq = -1
         self._sealed_bytes = 0
         self._is_over = False
+        self._resumed_at = 0
+        self._begin: int | None = 0
+        self._first = 0
+        self._whole: dict[int, tuple[int, int, int, str]] = {}
+        self._cuts: list[tuple[Record, Place]] = []
+        self._indexes = sorted(int(path.stem) for path in folder.records.glob("[0-9]" * 6 + ".jsonl"))
 
     def run(self) -> Scan:
         found = self._found
-        for index in sorted(int(path.stem) for path in self._folder.records.glob("[0-9]" * 6 + ".jsonl")):
+        for index in self._indexes:
+            if index < len(found.sizes):
+                continue  # a scrap of a line within a hole
             if index > len(found.sizes):
                 missing = Place(segment=len(found.sizes), offset=0)
                 self._note("segment", f"segment {len(found.sizes)} is missing", missing)
+                self._begin = None
             found.sizes += [0] * (index + 1 - len(found.sizes))
             self._segment(index)
+            self._hole(index)
         found.unsealed_bytes = sum(found.sizes) - self._sealed_bytes
         found.has_ended = self._is_over and not found.unsealed_bytes
+        self._check_cuts()
         return found
+
+    def _hole(self, index: int) -> None:
+        """Goes on behind a hole: with its stub's seal and number, and unknown bytes before it."""
+        found = self._found
+        try:
+            hole = hole_after(self._folder, index)
+        except RecordsAltered as altered:
+            self._note("segment", str(altered), Place(segment=index, offset=found.sizes[index]))
+            return
+        if hole is None:
+            size = found.sizes[index]
+            self._whole[index] = (size, self._first, self._last_seal_seq, self._last_seal)
+            self._begin = None if self._begin is None else self._begin + size
+            return
+        found.holes.append(hole)
+        found.sizes += [0] * (hole.through - index)
+        for scrap in (other for other in self._indexes if index < other <= hole.through):
+            found.sizes[scrap] = self._folder.segment(scrap).stat().st_size
+        found.torn_bytes += sum(found.sizes) - self._sealed_bytes
+        self._sealed_bytes = self._resumed_at = sum(found.sizes)
+        self._last_seal, self._last_seal_seq = hole.sha256, hole.last
+        self._checker = hole.checker(self._folder.run_id, self._resumed_at)
+        self._begin = None
+        found.count = hole.last + 1
+
+    def _check_cuts(self) -> None:
+        """Compares what ``cut`` records say with what is here of those segments, and holes with them."""
+        found, last_seal = self._found, max(self._found.seals, default=-1)
+        ends = {hole.through: (hole.last, hole.sha256) for hole in found.holes}
+        for record, place in self._cuts:
+            index = cut_index(record)
+            told = tuple(map(record.get, ("bytes", "first", "last", "sha256")))
+            if told != self._whole.get(index, told) or told[2:] != ends.get(index, told[2:]):
+                self._note("segment", f"record {place.seq} tells of another segment {index}", place)
+            elif record["seq"] < last_seal:
+                found.cut_through = max(found.cut_through, index)
+        for hole in found.holes if found.has_ended else ():
+            if hole.through > found.cut_through:
+                says = f"segment {hole.through} is missing, and no record says that it was cut"
+                self._note("segment", says, Place(segment=hole.start.segment, offset=hole.start.offset))
 
     def _segment(self, index: int) -> None:
         offset = 0
@@ -116,7 +187,12 @@ class _Scanner:
         try:
             self._checker.feed(data)
         except SealBroken as broken:
-            place = self._after_a_seal(self._cursor(broken.at, index))
+            is_after_hole = broken.at < self._resumed_at
+            place = (
+                Place(segment=index, offset=0)
+                if is_after_hole
+                else self._after_a_seal(self._cursor(broken.at, index))
+            )
             self._note("seal", f"{broken}: these begin here", place)
 
     def _after_a_seal(self, at: Cursor) -> Place:
@@ -141,7 +217,7 @@ class _Scanner:
         found = self._found
         record = _parse(line)
         place = Place(segment=index, offset=offset, seq=None if record is None else record["seq"])
-        if offset == 0:
+        if offset == 0 and line.endswith(b"\n"):
             self._header(record, place)
         if record is None:
             if line.endswith(b"\n") or self._is_over:
@@ -161,13 +237,20 @@ class _Scanner:
             found.seals[record["seq"]] = FoundSeal(
                 sha256=sha256, segment=index, start=offset, end=offset + len(line)
             )
-            self._last_seal = sha256
+            self._last_seal, self._last_seal_seq = sha256, record["seq"]
             self._sealed_bytes = sum(found.sizes[:index]) + offset + len(line)
+        if record["kind"] == "cut":
+            self._cuts.append((record, place))
         found.count += 1
         self._is_over = self._is_over or record["kind"] == "end"
 
     def _header(self, record: Record | None, place: Place) -> None:
         index = place.segment
+        if record is not None:
+            self._first = record["seq"]
+            self._found.seals_before[index] = str(record.get("prev"))
+            if self._begin is None and type(record.get("at")) is int:
+                self._begin = record["at"]
         if record is None or record["kind"] != "segment":
             self._note("segment", f"segment {index} does not begin with its header", place)
         elif record.get("run") != self._folder.run_id:
@@ -176,6 +259,8 @@ class _Scanner:
             self._note("segment", f"segment {index} has format {record.get('version')}", place)
         elif record.get("first") != record["seq"]:
             self._note("segment", f"segment {index} says that it begins with {record.get('first')}", place)
+        elif record.get("at", self._begin) != self._begin:
+            self._note("segment", f"segment {index} says that it begins at byte {record.get('at')}", place)
         elif record.get("prev") != self._last_seal:
             says = f"segment {index} does not continue the seal that the segment before it ends with"
             self._note("segment", says, place)

@@ -7,7 +7,7 @@ and nothing is repaired.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from orchestrator import remote
@@ -15,7 +15,7 @@ from orchestrator.bundle import Bundle, ObjectStore
 from orchestrator.checks import NOTHING_HERE, Check, Status, arrived_seals, counted, local_checks
 from orchestrator.errors import HostError, OrchError, RecordsAltered, StorageError, UnknownName
 from orchestrator.mirror_scan import Place, Scan, place_at, scan
-from orchestrator.remote import BundleState, Cursor, Digests, SegmentDigest
+from orchestrator.remote import BundleState, Cursor, Digests, Piece, SegmentDigest
 from orchestrator.run_folder import RunFolder
 from orchestrator.supervisor.digests import BLOCK_BYTES, block_hashes
 from orchestrator.transports import Transport, connect
@@ -94,14 +94,26 @@ def check_code(state: BundleState | None) -> list[Check]:
     return [code, Check.right("host's objects", f"those of the bundle are whole{absent}")]
 
 
-def first_difference(mirror: Sequence[SegmentDigest], host: Mapping[int, SegmentDigest]) -> Cursor | None:
-    """Returns where the first block begins that is not the same; a host may have more than the mirror."""
+def first_difference(
+    mirror: Sequence[SegmentDigest],
+    host: Mapping[int, SegmentDigest],
+    incomplete: Collection[int] = (),
+    cut_through: int = 0,
+) -> Cursor | None:
+    """Returns where the first block begins that is not the same; a host may have more than the mirror.
+
+    It may lack the segments that its limit has cut, up to ``cut_through`` but never the first, and more of
+    the ``incomplete`` ones than is here.
+    """
     for index, mine in enumerate(mirror):
+        if index not in host and 0 < index <= cut_through:
+            continue
         theirs = host.get(index, SegmentDigest())
         for block, digest in enumerate(mine.blocks):
             if block >= len(theirs.blocks) or theirs.blocks[block] != digest:
                 return Cursor(segment=index, offset=block * BLOCK_BYTES)
-        if index < len(mirror) - 1 and theirs.size_bytes != mine.size_bytes:
+        is_whole = index < len(mirror) - 1 and index not in incomplete
+        if is_whole and theirs.size_bytes != mine.size_bytes:
             return Cursor(segment=index, offset=mine.size_bytes)
     return None
 
@@ -131,17 +143,48 @@ def _host_records(transport: Transport, folder: RunFolder, found: Scan, told: Di
         return Check.wrong(name, f"{says} any more") if mirrored else Check.open(name, says)
     if not mirrored:
         return Check.open(name, f"the mirror has 0 of {on_host} bytes: {NOTHING_HERE}")
-    at = first_difference(
-        [_digest(folder, index, size) for index, size in enumerate(found.sizes)], told.segments
-    )
+    cut_through = 0 if told.cut is None else told.cut[0]
+    mine = [_digest(folder, index, size) for index, size in enumerate(found.sizes)]
+    at = first_difference(mine, told.segments, found.incomplete, cut_through)
     if at is not None:
         return _differing(transport, folder, found, told, at)
+    gone = [index for index, size in enumerate(found.sizes) if size and index not in told.segments]
+    doubt = _cut_doubt(found, told, gone)
+    if doubt is not None:
+        return doubt
+    kept = sum(found.sizes[index] for index in gone)
+    return _all_the_same(found, mirrored - kept, on_host, kept)
+
+
+def _cut_doubt(found: Scan, told: Digests, gone: Sequence[int]) -> Check | None:
+    """Asks whether what the host lacks was cut by the run's limit, as the host says."""
+    name = "host's records"
+    if told.cut is not None:
+        index, line = told.cut
+        seal = found.seals_before.get(index + 1)
+        if seal is not None and f'"sha256":"{seal}"' not in line:
+            says = f"the host's stub of segment {index} is not the seal that the next segment goes on from"
+            return Check.wrong(name, says, Place(segment=index + 1, offset=0))
+    if gone and gone[-1] > found.cut_through:
+        says = f"the host says that its log limit cut segment {gone[-1]}, and no record here tells of it"
+        if found.has_ended:
+            return Check.wrong(name, says, Place(segment=gone[-1], offset=0))
+        return Check.open(name, f"{says}; `orch show` mirrors what its host has")
+    return None
+
+
+def _all_the_same(found: Scan, mirrored: int, on_host: int, kept: int) -> Check:
+    """Says how far; ``mirrored`` counts what is on the host too, ``kept`` what its limit has cut there."""
+    name = "host's records"
     if on_host > mirrored and found.has_ended:
         end = Place(segment=len(found.sizes) - 1, offset=found.sizes[-1])
         return Check.wrong(name, f"the host has {on_host - mirrored} bytes after the end of the run", end)
+    more = f"; {kept} bytes more are here that its log limit has cut there" if kept else ""
     if on_host > mirrored:
-        return Check.right(name, f"the mirror has {mirrored} of {on_host} bytes, and these are the host's")
-    return Check.right(name, f"the mirror has all {on_host} bytes, and they are the host's")
+        says = f"the mirror has {mirrored} of {on_host} bytes, and these are the host's{more}"
+    else:
+        says = f"the mirror has all {on_host} bytes, and they are the host's{more}"
+    return Check.right(name, says)
 
 
 def _differing(transport: Transport, folder: RunFolder, found: Scan, told: Digests, at: Cursor) -> Check:
@@ -189,7 +232,7 @@ def _read_there(transport: Transport, run_id: str, at: Cursor, size: int) -> byt
     data = b""
     with remote.read(transport, run_id, at, follow=False) as talk:
         for piece in talk.pieces():
-            if piece is None or piece.cursor.segment != at.segment:
+            if not isinstance(piece, Piece) or piece.cursor.segment != at.segment:
                 break
             data += piece.data
             if len(data) >= size:

@@ -16,11 +16,13 @@ from orchestrator.log_filter import LineFilter
 from orchestrator.log_lines import LineAssembler, LogLine, select
 from orchestrator.log_raw import RawOutput
 from orchestrator.log_tail import tail
-from orchestrator.log_view import line_json, render
-from orchestrator.mirror_reader import check_end, checked_records, end_position, newest_batches
+from orchestrator.log_view import line_json, render, turn_note
+from orchestrator.mirror_reader import check_end, checked_records, end_position, newest_batches, read_records
 from orchestrator.remote import Cursor
-from orchestrator.run_folder import Record
+from orchestrator.run_folder import Record, RunFolder
 from orchestrator.workspace import Workspace
+
+TURNS = ("queued", "turn")
 
 
 class View(ABC):
@@ -48,7 +50,7 @@ class View(ABC):
         self._finish()
         self.screen.flush()
         if not self._has_written:
-            self.screen.note(f"nothing to show of run {self._run_id}; see: orch show {self._run_id}")
+            self.screen.note(why_nothing(self._folder, self._run_id))
 
     def follow(self, count: int | None) -> None:
         """Shows what comes, after the last ``count`` lines of what is mirrored or after all of it."""
@@ -58,9 +60,13 @@ class View(ABC):
         if count is not None:
             start = end_position(self._folder)
             self._start_with_last(count, start)
+            if (queued := waits_for(self._folder)) is not None:
+                self.screen.note(turn_note(queued, self._run_id) or "")
         with runs.follow(self._workspace, self._run_id) as following:
             for record in following.records(watcher, start):
                 self._take(record)
+                if record["kind"] in TURNS and (note := turn_note(record, self._run_id)) is not None:
+                    self.screen.note(note)
         self._finish()
         self.screen.flush()
         self.screen.close()
@@ -128,7 +134,9 @@ class LinesView(View):
             if self._as_json:
                 sys.stdout.write(json.dumps(line_json(line)) + "\n")
             else:
-                self.screen.line(render(line, colour=self.screen.colour, is_long=self._is_long))
+                screen = self.screen
+                row = render(line, colour=screen.colour, is_long=self._is_long, columns=screen.columns)
+                screen.line(row)
 
 
 class RawView(View):
@@ -155,8 +163,31 @@ class RawView(View):
         """Bytes wait for nothing."""
 
 
+def why_nothing(folder: RunFolder, run_id: str) -> str:
+    """Returns why no line of a run was shown, and where to look next."""
+    queued = waits_for(folder)
+    if queued is not None:
+        return f"{turn_note(queued, run_id)}; it has written nothing yet"
+    has_output = any(record["kind"] == "out" for record in read_records(folder))
+    what = "no line that was asked for" if has_output else "no output"
+    return f"there is {what} of run {run_id} here; see: orch show {run_id}"
+
+
+def waits_for(folder: RunFolder) -> Record | None:
+    """Returns the record that says for whom a run waits, as long as it does."""
+    queued = None
+    for record in read_records(folder):
+        if record["kind"] == "queued":
+            queued = record
+        elif record["kind"] in ("turn", "spawn", "end"):
+            return None
+    return queued
+
+
 def bring_up_to_date(workspace: Workspace, run_id: str, screen: Screen) -> None:
-    """Mirrors what the host has; says so when it cannot be asked."""
+    """Mirrors what the host has; says so when it cannot be asked. A settled run costs nothing here."""
+    if runs.is_settled(workspace.ledger.get(run_id)):
+        return
     try:
         runs.refresh(workspace, run_id)
     except (HostError, StorageError) as error:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import pty
+import re
+import struct
+import termios
+from io import RawIOBase
 
 import pytest
 
@@ -51,6 +58,29 @@ def test_lines_are_found_by_text_and_time(project: Project) -> None:
     assert [json.loads(line)["text"] for line in lines.splitlines()] == ["step 40", "step 45"]
     assert project.orch("logs", "last", "--since", "1h", "--grep", r"\x1b").out.count("\n") == 1
     assert project.orch("logs", "last", "--since", "2100-01-01T00:00:00Z").out == ""
+
+
+def test_two_views_of_one_terminal_write_rows_that_say_whose_they_are(project: Project) -> None:
+    controller, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 40, 0, 0))
+    views = [project.start("logs", "-f", "last", stdout=terminal, stderr=terminal) for _ in range(2)]
+    os.close(terminal)
+    with os.fdopen(controller, "rb", buffering=0) as file:
+        written = b"".join(iter(lambda: _read(file), b"")).decode()
+    assert [view.wait(60) for view in views] == [0, 0]
+    assert "\x1b[2J" not in written
+    rows = [re.sub(r"\x1b\[\d*[mK]", "", row).split("\r")[-1] for row in written.split("\r\n")[:-1]]
+    assert all(re.match("here [a-z0-9]{8}/main.std|    |orch: run", row) for row in rows)
+    assert all(len(row) <= 40 for row in rows if not row.startswith("orch: "))
+    assert sum(row.startswith("here ") for row in rows) == 2 * 53
+    assert any(row.startswith("    ") for row in rows)
+
+
+def _read(file: RawIOBase) -> bytes:
+    try:
+        return file.read(65536) or b""
+    except OSError:  # all that had the terminal have closed it
+        return b""
 
 
 @pytest.mark.parametrize("follow", [[], ["-f"]])

@@ -33,9 +33,9 @@ for i in range(60):
     time.sleep(0.1)
 """
 SLEEPER = """
-import subprocess, time
+import os, subprocess, time
 subprocess.Popen(["sleep", "100"], start_new_session=True)
-print("up", flush=True)
+os.write(1, b"up\\n")  # in one piece: its other end may be about to go
 time.sleep(100)
 """
 TICKS = "".join(f"tick {i}\n" for i in range(60))
@@ -45,7 +45,7 @@ TICKS = "".join(f"tick {i}\n" for i in range(60))
 def project(tmp_path: Path) -> Iterator[Project]:
     project = Project(tmp_path / "my project")
     yield project
-    _end_runs_of(project)
+    project.end_all()
 
 
 @pytest.fixture(params=["local", "ssh"])
@@ -56,14 +56,7 @@ def any_project(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Proj
         entry = request.getfixturevalue("sshd").inventory_entry()
     project = Project(tmp_path / "my project", {"here": entry})
     yield project
-    _end_runs_of(project)
-
-
-def _end_runs_of(project: Project) -> None:
-    """No test leaves a run behind: what lives under the host's root is told to stop at once."""
-    for state in project.host_root.glob("runs/*/state.json"):
-        if json.loads(state.read_text())["state"] == "running":
-            project.orch("cancel", state.parent.name, "--grace", "0")
+    project.end_all()
 
 
 def wait_until(is_so: Callable[[], bool], what: str) -> None:
@@ -218,7 +211,7 @@ class TestLeavingAndComingBack:
 
     def test_a_second_ctrl_c_cancels_the_run(self, project: Project) -> None:
         controller, terminal = pty.openpty()
-        process = project.start("run", project.experiment(SLOW), "--host", "here", stderr=terminal)
+        process = project.start("run", project.experiment(SLEEPER), "--host", "here", stderr=terminal)
         os.close(terminal)
         assert process.stdout is not None
         process.stdout.readline()
@@ -234,7 +227,7 @@ class TestLeavingAndComingBack:
         os.close(controller)
         row = project.runs()[0]
         assert (process.returncode, row["state"]) == (130, "cancelled")
-        assert project.output(row["run_id"]) != TICKS
+        assert project.output(row["run_id"]) == "up\n"
 
     def test_a_killed_controller_costs_nothing(self, any_project: Project) -> None:
         process = any_project.start("run", any_project.experiment(SLOW), "--host", "here")
@@ -258,8 +251,8 @@ class TestLeavingAndComingBack:
         process = project.start("run", project.experiment(SLOW), "--host", "here")
         assert process.stdout is not None
         for mark in (b"tick 5", b"tick 20"):
-            while mark not in process.stdout.readline():
-                pass
+            while mark not in (line := process.stdout.readline()):
+                assert line, "the command ended"
             sshd.kill_sessions()
         sshd.restart()
         out, err = process.communicate(timeout=60)

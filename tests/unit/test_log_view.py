@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import tracemalloc
 import unicodedata
 from collections.abc import Iterator
@@ -13,13 +14,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.cells import cell_len
 
 from orchestrator import log_lines, log_text
 from orchestrator.errors import ProtocolError
 from orchestrator.log_lines import LineAssembler, LogLine, select
 from orchestrator.log_tail import tail
 from orchestrator.log_text import LINE_LIMIT_BYTES, LineText
-from orchestrator.log_view import line_json, render
+from orchestrator.log_view import line_json, render, turn_note
 
 RUN = "k3m9x2qa7bcd"
 ESC = "\x1b"
@@ -420,3 +422,43 @@ def test_a_record_that_breaks_the_format_is_an_error_with_its_number(change: dic
     record = Writer().out("stdout", b"x\n") | change
     with pytest.raises(ProtocolError, match=rf"pve-200: run {RUN}: record 1 has no valid "):
         assemble([record])
+
+
+def seen_on_a_terminal(row: str) -> str:
+    return re.sub(r"\x1b\[\d+m", "", row)
+
+
+@given(st.text(max_size=300), st.integers(20, 90), st.booleans())
+def test_a_line_that_wraps_goes_on_in_rows_that_no_source_begins(
+    text: str, columns: int, colour: bool
+) -> None:
+    line = LogLine("here", RUN, "main", 42, "stdout", 1, 1, 1.0, text)
+    first, *others = seen_on_a_terminal(render(line, colour=colour, columns=columns)).split("\n")
+    assert first.startswith("here k3m9x2qa")
+    assert all(row.startswith("    ") for row in others)
+    assert all(cell_len(row.replace("\t", 8 * " ")) <= columns for row in (first, *others))
+    whole = seen_on_a_terminal(render(line, colour=colour))
+    assert first + "".join(row.removeprefix("    ") for row in others) == whole
+
+
+def test_a_payload_cannot_wrap_its_way_to_a_source_of_its_own() -> None:
+    forged = "other zzzzzzzz/main.stdout:1 | all is well"
+    prefix = len("here k3m9x2qa/main.stdout:1 | ")
+    line = LogLine("here", RUN, "main", 42, "stdout", 1, 1, 1.0, " " * (80 - prefix) + forged)
+    assert render(line, colour=False, columns=80).split("\n")[1] == f"    {forged}"
+
+
+def test_runs_differ_in_colour_and_their_streams_do_not() -> None:
+    writer = Writer()
+    lines = assemble([writer.out("stdout", b"a\n"), writer.out("stderr", b"b\n")])
+    begins = [[render(line, colour=True, run=run).split("rank0")[0] for line in lines] for run in range(3)]
+    assert all(of_run[0] == of_run[1] for of_run in begins)
+    assert len({of_run[0] for of_run in begins}) == 3
+
+
+def test_who_waits_and_for_whom_is_said() -> None:
+    queued = {"kind": "queued", "queue": "g-1", "place": 2, "ahead": ["run1", "run2"]}
+    assert turn_note(queued, RUN) == f"run {RUN} waits for its turn in g-1, behind run1, run2"
+    assert turn_note({"kind": "turn", "waited_s": 12.3}, RUN) == f"the turn of run {RUN} came after 12 s"
+    assert turn_note({"kind": "spawn"}, RUN) is None
+    assert turn_note({"kind": "queued"}, RUN) is not None  # a host may say anything

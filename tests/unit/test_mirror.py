@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 
 import pytest
 
@@ -13,12 +14,12 @@ from orchestrator import mirror_reader
 from orchestrator.errors import ProtocolError, RecordsAltered, StorageError
 from orchestrator.mirror import Mirror
 from orchestrator.mirror_reader import (
+    arriving_batches,
     check_end,
     checked_records,
     end_position,
     newest_batches,
     read_records,
-    tail_records,
 )
 from orchestrator.remote import Cursor, Piece
 from orchestrator.run_folder import RunFolder
@@ -301,16 +302,15 @@ def test_the_last_batch_needs_no_older_bytes(
 def test_a_tail_sees_what_arrives_until_it_is_over(folder: RunFolder, segments: list[bytes]) -> None:
     source = pieces(segments)
     with open_mirror(folder) as mirror:
-        is_over = False
-
-        def wait() -> None:
-            nonlocal is_over
-            piece = next(source, None)
-            is_over = piece is None
-            if piece is not None:
-                mirror.append(piece)
-
-        seen = [record["seq"] for record in tail_records(folder, lambda: is_over, wait)]
+        is_over, seen = Event(), []
+        for batch in arriving_batches(folder, is_over.is_set):
+            seen += [record["seq"] for record in batch]
+            if not batch and not is_over.is_set():
+                piece = next(source, None)
+                if piece is None:
+                    is_over.set()
+                else:
+                    mirror.append(piece)
     assert seen == list(range(_count(segments)))
 
 

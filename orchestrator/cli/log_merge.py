@@ -1,0 +1,253 @@
+"""``orch logs --merge``: the lines of several runs, of any hosts, in one order."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+
+from orchestrator import runs
+from orchestrator.cli.log_output import TURNS, waits_for
+from orchestrator.cli.terminal import Screen
+from orchestrator.clocks import Offset
+from orchestrator.errors import OrchError, RecordsAltered
+from orchestrator.following import VIEW_WAIT_S, Watcher
+from orchestrator.gathering import gather
+from orchestrator.log_filter import LineFilter
+from orchestrator.log_lines import LineAssembler, select
+from orchestrator.log_tail import tail
+from orchestrator.log_view import line_json, render, turn_note
+from orchestrator.merging import LiveMerge, Placed, RunLines, merge
+from orchestrator.mirror_reader import check_end, checked_records, end_position, newest_batches
+from orchestrator.remote import Cursor
+from orchestrator.run_folder import Record
+from orchestrator.workspace import Workspace
+
+MOST_FOLLOWED = 16
+
+
+def runs_of(workspace: Workspace, texts: Sequence[str]) -> list[str]:
+    """Returns the ids of the runs that are meant, each once: a group's id stands for its runs.
+
+    Raises:
+        UnknownName: a text means nothing, or several things.
+    """
+    found: list[str] = []
+    for text in texts:
+        group = runs.resolve_group(workspace, text)
+        found += [runs.resolve(workspace, text)] if group is None else [row.run_id for row in group]
+    return list(dict.fromkeys(found))
+
+
+class MergedView:
+    """Several runs' output as one; each has its colour, and its lines say whose they are."""
+
+    def __init__(
+        self,
+        workspace: Workspace,
+        run_ids: Sequence[str],
+        *,
+        proc: str | None,
+        stream: str | None,
+        wanted: LineFilter,
+        as_json: bool,
+        is_long: bool,
+    ) -> None:
+        self._workspace = workspace
+        self._run_ids = run_ids
+        self._hosts = [workspace.ledger.get(run_id).host for run_id in run_ids]
+        self._folders = [workspace.folder(run_id) for run_id in run_ids]
+        self._proc = proc
+        self._stream = stream
+        self._wanted = wanted
+        self._as_json = as_json
+        self._is_long = is_long
+        self._offsets: list[Offset | None] = [None] * len(run_ids)
+        self._has_written = False
+        self.screen = Screen()
+
+    def show(self, count: int | None) -> None:
+        """Shows what there is, as new as the hosts can tell."""
+        self._gather()
+        if count is None:
+            parts = [self._lines(run).read(checked_records(self._folders[run])) for run in self._numbers]
+            self._write(merge(parts))
+        else:
+            for lines, _ in self._show_last(count):
+                self._write(lines.flush())
+        self.screen.flush()
+        if not self._has_written:
+            self.screen.note(f"there is no line that was asked for of these {len(self._run_ids)} runs here")
+        self._say_who_waits()
+
+    def follow(self, count: int | None) -> int:
+        """Shows what comes until all runs have ended; returns the exit code."""
+        self._gather()
+        for folder in self._folders:
+            check_end(folder)
+        starts = [(self._lines(run), Cursor()) for run in self._numbers]
+        if count is not None:
+            starts = self._show_last(count)
+            self._say_who_waits()
+        if len(starts) > MOST_FOLLOWED:
+            self.screen.note(f"{MOST_FOLLOWED} runs are followed at a time, the next when one has ended")
+        with ExitStack() as stack:
+            code = self._follow(stack, deque(starts))
+        self.screen.close()
+        return code
+
+    @property
+    def _numbers(self) -> range:
+        return range(len(self._run_ids))
+
+    def _gather(self) -> None:
+        gathered = gather(self._workspace, self._run_ids)
+        self._offsets = [gathered.offsets[run_id] for run_id in self._run_ids]
+        for note in gathered.notes:
+            self.screen.note(note)
+
+    def _offset_s(self, run: int) -> float:
+        offset = self._offsets[run]
+        return 0.0 if offset is None else offset.offset_s
+
+    def _wanted_by(self, run: int) -> LineFilter:
+        """Returns the filter by the clock of the run's host."""
+        since_t = self._wanted.since_t
+        return replace(self._wanted, since_t=None if since_t is None else since_t + self._offset_s(run))
+
+    def _lines(self, run: int, assembler: LineAssembler | None = None) -> RunLines:
+        return RunLines(
+            run,
+            assembler or LineAssembler(host=self._hosts[run], run_id=self._run_ids[run]),
+            offset_s=self._offset_s(run),
+            proc=self._proc,
+            stream=self._stream,
+            wanted=self._wanted_by(run),
+        )
+
+    def _show_last(self, count: int) -> list[tuple[RunLines, Cursor]]:
+        """Writes the last lines of all runs together; returns where and with what each goes on."""
+        starts, last = [], []
+        for run in self._numbers:
+            folder = self._folders[run]
+            check_end(folder)
+            until = end_position(folder)
+            batches = (
+                select(batch, proc=self._proc, stream=self._stream) for batch in newest_batches(folder, until)
+            )
+            found, assembler = tail(
+                batches,
+                count,
+                host=self._hosts[run],
+                run_id=self._run_ids[run],
+                matches=self._wanted_by(run),
+            )
+            lines = self._lines(run, assembler)
+            last.append(list(lines.place(found)))
+            starts.append((lines, until))
+        self._write(list(merge(last))[-count:] if count else ())
+        return starts
+
+    def _follow(self, stack: ExitStack, to_come: deque[tuple[RunLines, Cursor]]) -> int:
+        changed, live, watcher, code = threading.Event(), LiveMerge(), _Watcher(self.screen), 0
+        pulled: set[int] = set()
+        while live.count or to_come:
+            for _ in range(len(to_come)):
+                lines, start = to_come.popleft()
+                is_settled = runs.is_settled(self._workspace.ledger.get(self._run_ids[lines.run]))
+                must_wait = len(pulled) >= MOST_FOLLOWED or self._folders[lines.run].is_starting
+                if must_wait and not is_settled:
+                    to_come.append((lines, start))
+                    continue
+                following = runs.follow(self._workspace, self._run_ids[lines.run], changed)
+                stack.enter_context(following)
+                if not is_settled:
+                    pulled.add(lines.run)
+                live.add(lines, self._batches(lines.run, following.batches(watcher, start)))
+            self._write(live.ready())
+            for run, error in live.take_ended():
+                pulled.discard(run)
+                code = code or self._conclude(run, error)
+            self.screen.flush()
+            watcher.show(live.count + len(to_come))
+            changed.wait(live.wait_s(VIEW_WAIT_S))
+            changed.clear()
+        return code
+
+    def _batches(self, run: int, batches: Iterable[list[Record]]) -> Iterator[list[Record]]:
+        """Says on the way whether the run waits for its turn."""
+        for batch in batches:
+            for record in batch:
+                if record["kind"] in TURNS and (note := turn_note(record, self._run_ids[run])) is not None:
+                    self.screen.note(note)
+            yield batch
+
+    def _conclude(self, run: int, error: OrchError | None) -> int:
+        """Says how a run ended, or why it is followed no more; returns the exit code that this asks for."""
+        run_id = self._run_ids[run]
+        if error is not None:
+            self.screen.note(f"run {run_id}: {error}")
+            return error.exit_code
+        report = runs.conclude(self._workspace, run_id)
+        if report.verdict is None:
+            return 0
+        self.screen.note(f"run {run_id} has ended: {report.row.state}, verdict {report.verdict.name}")
+        if report.verdict.name != "altered":
+            return 0
+        self.screen.note("; ".join(report.verdict.reasons))
+        return RecordsAltered.exit_code
+
+    def _say_who_waits(self) -> None:
+        for run_id, folder in zip(self._run_ids, self._folders, strict=True):
+            queued = waits_for(folder)
+            if queued is not None:
+                self.screen.note(turn_note(queued, run_id) or "")
+
+    def _write(self, lines: Iterable[Placed]) -> None:
+        screen = self.screen
+        for placed in lines:
+            self._has_written = True
+            t_here = None if self._offsets[placed.run] is None else placed.t_here
+            if self._as_json:
+                sys.stdout.write(json.dumps({**line_json(placed.line), "t_here": t_here}) + "\n")
+                continue
+            row = render(
+                placed.line,
+                colour=screen.colour,
+                is_long=self._is_long,
+                columns=screen.columns,
+                run=placed.run,
+                t=t_here,
+            )
+            screen.line(row)
+
+
+class _Watcher(Watcher):
+    """Says once of each host that it cannot be reached, whatever number of runs are followed there."""
+
+    def __init__(self, screen: Screen) -> None:
+        self._screen = screen
+        self._cut: set[str] = set()
+        self._since_s = time.monotonic()
+
+    def unreachable(self, message: str, retry_in_s: float) -> None:  # noqa: ARG002  (the interface's)
+        """Says it with the first message of its kind."""
+        if message not in self._cut:
+            self._screen.note(f"{message}; the run goes on over there, trying again")
+        self._cut.add(message)
+
+    def reachable(self) -> None:
+        """Says that it is over."""
+        if self._cut:
+            self._screen.note("connected again")
+        self._cut.clear()
+
+    def show(self, count: int) -> None:
+        """Keeps the status line up to date."""
+        seconds = int(time.monotonic() - self._since_s)
+        self._screen.status(f"{count} runs go on · {seconds // 60}:{seconds % 60:02}")
