@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ class Project:
         return path
 
     def start(self, *arguments: str | Path, **options: Any) -> subprocess.Popen[bytes]:
-        """Starts ``orch`` with its streams as pipes."""
+        """Starts ``orch``, or another ``program`` in its place, with its streams as pipes."""
         settings = {
             "stdin": subprocess.DEVNULL,
             "stdout": subprocess.PIPE,
@@ -62,7 +62,8 @@ class Project:
             **options,
         }
         env = {**os.environ, **settings.pop("env", {})}
-        return subprocess.Popen([ORCH, *arguments], cwd=self.folder, env=env, **settings)
+        program = settings.pop("program", [ORCH])
+        return subprocess.Popen([*program, *arguments], cwd=self.folder, env=env, **settings)
 
     def orch(self, *arguments: str | Path, **options: Any) -> Done:
         """Runs ``orch`` to its end."""
@@ -74,9 +75,27 @@ class Project:
                 raise
         return Done(code=process.returncode, out=out.decode(), err=err.decode())
 
+    def execute(self, command: Sequence[str | Path], **options: Any) -> subprocess.CompletedProcess[bytes]:
+        """Runs any program to its end, in the project's folder."""
+        return subprocess.run(
+            command,
+            cwd=self.folder,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=TIMEOUT_S,
+            check=False,
+            **options,
+        )
+
+    def end_all(self) -> None:
+        """Leaves nothing behind: what lives under the host's root is told to stop at once."""
+        for state in self.host_root.glob("runs/*/state.json"):
+            if json.loads(state.read_text())["state"] != "ended":
+                self.orch("cancel", state.parent.name, "--grace", "0")
+
     def runs(self) -> list[dict[str, Any]]:
         """Returns the ledger's rows as `orch ps` shows them, newest first."""
-        rows: list[dict[str, Any]] = self.orch("ps", "--json").json
+        rows: list[dict[str, Any]] = self.orch("ps", "--json", "-n", "100000").json
         return rows
 
     def mirrored(self, run_id: str) -> bytes:

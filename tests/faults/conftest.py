@@ -1,0 +1,68 @@
+"""Faults put into the real thing: how often, on what, and what was lost is counted and printed at the end.
+
+Each sweep has many points. By default a few of them are tried, spread over the whole; ``ORCH_FAULTS=all``
+tries every one (``make faults``), which docs/reliability.md reports.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.project import Project
+from tests.sshd import Sshd, require_sshd
+
+TRIES_EACH = 4
+TRIES_ALL = os.environ.get("ORCH_FAULTS") == "all"  # tests see no variable of ours
+_injected: Counter[str] = Counter()
+
+
+@pytest.fixture
+def tally() -> Callable[[str], None]:
+    """Counts one fault that was put in and survived."""
+
+    def count(fault: str) -> None:
+        _injected[fault] += 1
+
+    return count
+
+
+@pytest.fixture
+def some_of() -> Callable[[Sequence[int]], list[int]]:
+    """Returns the points of a sweep to try: all of them, or `TRIES_EACH` from the first to the last."""
+
+    def choose(points: Sequence[int]) -> list[int]:
+        if TRIES_ALL or len(points) <= TRIES_EACH:
+            return list(points)
+        last = len(points) - 1
+        return [points[round(last * index / (TRIES_EACH - 1))] for index in range(TRIES_EACH)]
+
+    return choose
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Iterator[Project]:
+    """A project whose host is this machine."""
+    project = Project(tmp_path / "my project")
+    yield project
+    project.end_all()
+
+
+@pytest.fixture
+def sshd(tmp_path: Path) -> Iterator[Sshd]:
+    """A real ssh server."""
+    require_sshd()
+    with Sshd(tmp_path / "sshd") as server:
+        yield server
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints how often which fault was put in; a test that fails says what was lost."""
+    if _injected:
+        terminalreporter.section("faults put in, nothing lost")
+        for fault, count in sorted(_injected.items()):
+            terminalreporter.write_line(f"{count:5}  {fault}")
