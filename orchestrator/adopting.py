@@ -66,8 +66,9 @@ def adopt(workspace: Workspace, host_name: str) -> Adoption:
                     rows.append(row)
     rows.sort(key=lambda row: row.created_t)
     adopted = workspace.ledger.adopt(rows)
+    new = set(adopted)
     for row in rows:
-        if row.run_id in set(adopted):
+        if row.run_id in new:
             workspace.folder(row.run_id).observe(
                 "adopted", host=host_name, created_t=row.created_t, job=noted_job(row.job)
             )

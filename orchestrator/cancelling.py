@@ -6,9 +6,11 @@ the runs is for `reconciling` to find.
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from orchestrator import remote
@@ -36,7 +38,8 @@ class Cancelled:
 def cancel_all(workspace: Workspace, rows: Sequence[RunRow], *, grace_s: float | None = None) -> Cancelled:
     """Has every run that is not settled ended, and waits until they are or their grace is long over.
 
-    A run that is being started is ended as soon as its host has it, or never submitted.
+    A run that is being started is ended as soon as its host has it, or never submitted. Who leaves early ends
+    the waiting, not what was asked for.
     """
     by_host: dict[str, list[RunRow]] = {}
     for row in reversed(rows):
@@ -45,8 +48,11 @@ def cancel_all(workspace: Workspace, rows: Sequence[RunRow], *, grace_s: float |
     failed: dict[str, str] = {}
     survivors: list[str] = []
     have_all_ended = True
-    with ThreadPoolExecutor(MOST_HOSTS_AT_ONCE) as pool:
-        asked = {name: pool.submit(_cancel, workspace, mine, grace_s) for name, mine in by_host.items()}
+    left_early = threading.Event()
+    with ThreadPoolExecutor(MOST_HOSTS_AT_ONCE) as pool, _set_on_leaving(left_early):
+        asked = {
+            name: pool.submit(_cancel, workspace, mine, grace_s, left_early) for name, mine in by_host.items()
+        }
         for name, answer in asked.items():
             try:
                 left, have_ended = answer.result()
@@ -58,7 +64,24 @@ def cancel_all(workspace: Workspace, rows: Sequence[RunRow], *, grace_s: float |
     return Cancelled(failed=failed, survivors=tuple(survivors), have_all_ended=have_all_ended and not failed)
 
 
-def _cancel(workspace: Workspace, rows: Sequence[RunRow], grace_s: float | None) -> tuple[list[str], bool]:
+def patience_s(rows: Sequence[RunRow], grace_s: float | None) -> float:
+    """Returns how long to wait until all of ``rows`` have ended that were asked to end now."""
+    own_s: float = max(row.job.get("grace_s") or GRACE_S for row in rows)
+    return (own_s if grace_s is None else grace_s) + ENDING_S
+
+
+@contextmanager
+def _set_on_leaving(event: threading.Event) -> Iterator[None]:
+    """Sets ``event`` before a pool waits for its threads."""
+    try:
+        yield
+    finally:
+        event.set()
+
+
+def _cancel(
+    workspace: Workspace, rows: Sequence[RunRow], grace_s: float | None, left_early: threading.Event
+) -> tuple[list[str], bool]:
     """Returns what could not be ended on one host, and whether all of its runs have ended."""
     starting = []
     for row in rows:
@@ -66,19 +89,18 @@ def _cancel(workspace: Workspace, rows: Sequence[RunRow], grace_s: float | None)
         if folder.is_starting:
             folder.request_cancel(grace_s)
             starting.append(folder)
-    graces = (row.job.get("grace_s") or GRACE_S for row in rows)
-    give_up_at = time.monotonic() + (max(graces) if grace_s is None else grace_s) + ENDING_S
+    give_up_at = time.monotonic() + patience_s(rows, grace_s)
     survivors: list[str] = []
     with connect(workspace.inventory.host(rows[0].host)) as transport:
         while any(folder.is_starting for folder in starting) and time.monotonic() < give_up_at:
-            time.sleep(POLL_S)
+            if left_early.wait(POLL_S):
+                break
         for row in rows:
             survivors += _stop(workspace, transport, row.run_id, grace_s)
         run_ids = [row.run_id for row in rows]
         while any(known.is_alive for known in remote.status(transport, run_ids).values()):
-            if time.monotonic() > give_up_at:
+            if time.monotonic() > give_up_at or left_early.wait(POLL_S):
                 return survivors, False
-            time.sleep(POLL_S)
     return survivors, True
 
 

@@ -110,7 +110,7 @@ def _surveyed(host: str, told: Mapping[str, Any]) -> Surveyed:
             size_bytes=int(told["bytes"]),
             end=end,
         )
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
         raise ProtocolError(f"what it says of a run cannot be read: {error}", host=host) from error
 
 
@@ -129,7 +129,7 @@ def _told_item(host: str, told: Mapping[str, Any], runs: Mapping[str, Surveyed])
         return Item(
             place=host, what=str(told["what"]), name=name, size_bytes=size_bytes, age_s=age_s, why=why
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ProtocolError(f"what it removed cannot be read: {error}", host=host) from error
 
 

@@ -137,7 +137,12 @@ def _is_expectation(value: object) -> bool:
 
 
 def _is_turn(value: object) -> bool:
-    return value is None or (isinstance(value, dict) and _is_text(value.get("queue")))
+    if value is None:
+        return True
+    if not isinstance(value, dict) or not _is_text(value.get("queue")):
+        return False
+    place, at_once = value.get("place"), value.get("at_once")
+    return type(place) is int and type(at_once) is int and place >= 0 and at_once >= 1
 
 
 _KEYS: Mapping[str, Callable[[object], bool]] = {
@@ -157,6 +162,7 @@ _KEYS: Mapping[str, Callable[[object], bool]] = {
     "alloc_conf": _is_text_or_none,
     "devices": _is_texts,
     "timeout_s": _is_number_or_none,
+    "grace_s": _is_number_or_none,
     "provenance": _is_provenance,
     "expect": _is_expectation,
     "turn": _is_turn,

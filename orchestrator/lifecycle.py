@@ -116,8 +116,8 @@ class Outcome:
     while there is none. ``oom_kill`` is where the kernel killed for memory meanwhile: "cgroup" or "host".
     ``metrics`` holds the last value of each name; one that is no number is NaN. ``survivors`` could not be
     ended. ``unproven`` is what was asked for and never reported from inside. ``notes`` are oddities that
-    change no verdict, at most `MOST_NOTES`. ``is_cut``: the run's log limit removed more than output before
-    it was mirrored, so that what that said is not known.
+    change no verdict; of these and of the mismatches there are at most `MOST_NOTES`. ``is_cut``: the run's
+    log limit removed more than output before it was mirrored, so that what that said is not known.
     """
 
     end: str | None = None
@@ -288,7 +288,8 @@ def _read_facts(found: dict[str, Any], record: Record) -> None:
         found.setdefault("devices", devices)
     if peaks := tuple(map(_peak, _mappings(record.get("peak_memory")))):
         found["peak_memory"] = peaks
-    found["mismatches"] = (*found.get("mismatches", ()), *map(str, _list(record.get("mismatches"))))
+    told = (*found.get("mismatches", ()), *map(str, _list(record.get("mismatches"))))
+    found["mismatches"] = tuple(dict.fromkeys(told))[:MOST_NOTES]
     _note(found, _text(record.get("instrument_error")))
 
 

@@ -94,7 +94,7 @@ def find_origin(row: RunRow, folder: RunFolder, name: LineName) -> Origin:
         for record in read_records(folder):
             if record["kind"] == "start":
                 start = record
-            elif record["kind"] == "spawn" and record.get("proc") == name.proc:
+            elif _is_spawn_of(record, name.proc):
                 spawns[record["pid"]] = record
             elif record["kind"] == "out":
                 streams.add(f"{record.get('proc')}.{record.get('stream')}")
@@ -198,6 +198,11 @@ def _identity(record: Record) -> str:
         return "identity not recorded"
     pid, tick, boot, space = map(identity.get, ("pid", "started", "boot_id", "pid_namespace"))
     return f"pid {pid} in {space}, tick {tick} of boot {boot}"
+
+
+def _is_spawn_of(record: Record, proc: str) -> bool:
+    is_spawn = record["kind"] == "spawn" and record.get("proc") == proc
+    return is_spawn and isinstance(record.get("pid"), int)
 
 
 def _seal(standing: SealStanding) -> str:

@@ -97,7 +97,7 @@ def turn_note(record: Mapping[str, Any], run_id: str) -> str | None:
         return f"run {run_id} waits for its turn in {record.get('queue')}, behind {names}"
     if record.get("kind") == "turn":
         waited_s = record.get("waited_s")
-        after = f" after {waited_s:.0f} s" if isinstance(waited_s, int | float) else ""
+        after = f" after {waited_s:.0f} s" if isinstance(waited_s, float) else ""
         return f"the turn of run {run_id} came{after}"
     return None
 

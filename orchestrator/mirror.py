@@ -19,6 +19,7 @@ from orchestrator.supervisor.cuts import MOST_STUB_BYTES
 from orchestrator.supervisor.seals import SEAL_LINE, SealBroken, SealChecker
 
 READ_BYTES = 1024 * 1024
+MOST_LINE_BYTES = 32 * 1024 * 1024  # four times what a supervisor's longest record has
 
 
 class Mirror:
@@ -70,7 +71,7 @@ class Mirror:
 
         Raises:
             RecordsAltered: the host's bytes are not those it sent before, or do not match their seal.
-            ProtocolError: bytes between are missing.
+            ProtocolError: bytes between are missing, or a record does not end.
             StorageError: this disk does not take them; what it took stays and is compared later.
         """
         self._move_to(piece.cursor)
@@ -104,7 +105,7 @@ class Mirror:
         Raises:
             RecordsAltered: what stands in a pinned seal's place is not that seal.
         """
-        for pin in reversed(list(self._folder.pins().values())):
+        for pin in reversed(list(self._pins.values())):
             segment, start, end = pin["segment"], pin["line_start"], pin["line_end"]
             if self._size(segment) < end:
                 continue
@@ -177,8 +178,10 @@ class Mirror:
         try:
             self._folder.make()
             new = path.with_name(f"{path.name}.new")
-            new.touch(mode=0o600)
-            new.write_bytes(cut.stub)
+            with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                file.write(cut.stub)
+                file.flush()
+                os.fsync(file.fileno())  # an empty stub would count as an altered one ever after
             new.replace(path)
         except OSError as error:
             raise self._disk(error) from error
@@ -188,6 +191,9 @@ class Mirror:
             seals = self._checker.feed(data)
         except SealBroken as broken:
             self._find(f"{broken} ({self._where(broken.at)})")
+        if self._checker.line_bytes > MOST_LINE_BYTES:
+            message = f"a record goes on for more than {MOST_LINE_BYTES} bytes, and no supervisor's does"
+            raise ProtocolError(message, host=self._host)
         for seal in seals:
             pin = self._pins.get(seal.seq)
             if pin is not None and pin["sha256"] != seal.sha256:

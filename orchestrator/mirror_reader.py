@@ -7,6 +7,7 @@ records before they came, a record of kind `lifecycle.MISSING` stands in their p
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -291,7 +292,8 @@ class _Reader:
             seq, t, kind = record["seq"], record["t"], record["kind"]
         except (ValueError, KeyError, TypeError, RecursionError):
             record, seq, t, kind = None, None, None, None
-        is_ours = type(seq) is int and isinstance(t, float) and isinstance(kind, str) and kind != MISSING
+        is_timed = isinstance(t, float) and math.isfinite(t)
+        is_ours = type(seq) is int and is_timed and isinstance(kind, str) and kind != MISSING
         if isinstance(record, dict) and is_ours:
             return record
         shown = line[:80].decode("utf-8", "replace").strip()

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from orchestrator.errors import OrchError, Unreachable
@@ -70,8 +71,8 @@ def glance(workspace: Workspace, rows: Iterable[RunRow], *, patience_s: float = 
             by_host.setdefault(row.host, []).append(row.run_id)
     seen: dict[str, Observed] = {}
     failed: dict[str, str] = {}
-    with ThreadPoolExecutor(MOST_HOSTS_AT_ONCE) as pool:
-        visits = {name: _Visit(workspace, name, run_ids) for name, run_ids in by_host.items()}
+    visits = {name: _Visit(workspace, name, run_ids) for name, run_ids in by_host.items()}
+    with ThreadPoolExecutor(MOST_HOSTS_AT_ONCE) as pool, _ended_on_leaving(visits.values()):
         answers = {name: pool.submit(visit.ask, patience_s) for name, visit in visits.items()}
         for name, answer in answers.items():
             try:
@@ -81,9 +82,11 @@ def glance(workspace: Workspace, rows: Iterable[RunRow], *, patience_s: float = 
                 failed[name] = str(error).removeprefix(f"{name}: ")
                 seen.update(_unreachable(workspace, name, by_host[name], failed[name]))
             for run_id, known, is_whole in visits[name].answers:
-                settle(workspace, run_id, known, is_whole=is_whole)
+                settled = settle(workspace, run_id, known, is_whole=is_whole)
                 if (observed := observe(workspace, run_id, known)) is not None:
                     seen[run_id] = observed
+                elif is_settled(settled.row):
+                    seen.pop(run_id, None)  # the host told of it before it was gone
     unfinished = {name: visit.late for name, visit in visits.items() if visit.late}
     return Glance(seen=seen, failed=failed, unfinished=unfinished)
 
@@ -116,6 +119,17 @@ def unreachable(workspace: Workspace, host: str, reason: str) -> Observed:
 
 def _unreachable(workspace: Workspace, host: str, run_ids: Sequence[str], reason: str) -> dict[str, Observed]:
     return dict.fromkeys(run_ids, unreachable(workspace, host, reason))
+
+
+@contextmanager
+def _ended_on_leaving(visits: Iterable[_Visit]) -> Iterator[None]:
+    """Who leaves early waits for no host: their pool waits for its threads."""
+    try:
+        yield
+    except BaseException:
+        for visit in visits:
+            visit.abandon(0.0)
+        raise
 
 
 def _wait(answer: Future[None], visit: _Visit, patience_s: float) -> None:

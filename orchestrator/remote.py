@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -391,7 +392,7 @@ def start(
     talk = Conversation.open(transport, request)
     try:
         need = talk.reply(need=list)["need"]
-        if not set(need) <= {entry[3] for entry in entries}:
+        if not set(map(str, need)) <= {entry[3] for entry in entries}:
             raise ProtocolError(
                 "the host asks for files that are not in the bundle", host=transport.host.name
             )
@@ -415,8 +416,11 @@ def stop(transport: Transport, run_id: str, grace_s: float | None) -> Stopped:
     patience_s = ANSWER_TIMEOUT_S + (grace_s or 0.0)
     with Conversation.open(transport, {"op": "stop", "run": run_id, "grace_s": grace_s}) as talk:
         answer = talk.reply(patience_s, asked=bool, ended=list, survivors=list)
+    try:
         ended, survivors = _described(answer["ended"]), _described(answer["survivors"])
-        return Stopped(asked=answer["asked"], ended=ended, survivors=survivors)
+    except (KeyError, TypeError) as error:
+        raise ProtocolError(f"what was stopped cannot be read: {error}", host=transport.host.name) from error
+    return Stopped(asked=answer["asked"], ended=ended, survivors=survivors)
 
 
 def status(transport: Transport, run_ids: Sequence[str]) -> dict[str, Standing]:
@@ -495,7 +499,7 @@ def digests(
             try:
                 index, size = int(told["segment"]), int(told["bytes"])
                 blocks = tuple(map(str, told["blocks"]))
-            except (KeyError, TypeError, ValueError) as error:
+            except (KeyError, TypeError, ValueError, OverflowError) as error:
                 message = f"the digests of a segment are not readable: {error}"
                 raise ProtocolError(message, host=transport.host.name) from error
             earlier = segments.get(index, SegmentDigest()).blocks
@@ -508,7 +512,7 @@ def digests(
             bundle=_bundle_state(told["bundle"]),
             cut=None if told_cut is None else (int(told_cut["segment"]), str(told_cut["line"])),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         message = f"the digests of the code are not readable: {error}"
         raise ProtocolError(message, host=transport.host.name) from error
 
@@ -526,8 +530,7 @@ def _bundle_state(told: Mapping[str, Any] | None) -> BundleState | None:
 
 
 def _seconds(told: Any) -> float | None:
-    is_number = isinstance(told, int | float) and not isinstance(told, bool)
-    return float(told) if is_number else None
+    return told if isinstance(told, float) and math.isfinite(told) else None
 
 
 def _described(processes: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:

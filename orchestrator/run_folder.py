@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import StorageError
+from orchestrator.supervisor.cuts import segment_name
 from orchestrator.supervisor.locks import is_held
-from orchestrator.supervisor.records import segment_name
 
 Record = dict[str, Any]
 
@@ -47,7 +47,7 @@ class RunFolder:
             StorageError: the disk does not take it.
         """
         line = json.dumps({"t": round(time.time(), 6), "kind": kind, **fields}) + "\n"
-        try:
+        with self._storing(f"note {kind!r}"):
             self.make()
             fd = os.open(self.path / "observations.jsonl", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
             with os.fdopen(fd, "ab", buffering=0) as file:
@@ -56,8 +56,6 @@ class RunFolder:
                 view = memoryview((b"\n" if is_cut else b"") + line.encode())
                 while view:
                     view = view[file.write(view) :]
-        except OSError as error:
-            raise StorageError(f"{self.path}: cannot note {kind!r}: {error}") from error
 
     def observations(self) -> Iterator[Record]:
         """Yields the observations in order; a line cut by a crash or a full disk is passed over."""
@@ -91,9 +89,14 @@ class RunFolder:
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """Marks the run as being started from here: nobody judges it meanwhile."""
-        self.make()
-        fd = os.open(self.path / "start.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        """Marks the run as being started from here: nobody judges it meanwhile.
+
+        Raises:
+            StorageError: the disk does not take it.
+        """
+        with self._storing("mark a run as being started"):
+            self.make()
+            fd = os.open(self.path / "start.lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
             yield
@@ -105,21 +108,38 @@ class RunFolder:
         (self.path / "start.lock").unlink(missing_ok=True)
 
     def request_cancel(self, grace_s: float | None) -> None:
-        """Leaves word for whoever starts the run to end it as soon as its host has it."""
-        with os.fdopen(
-            os.open(self.path / "cancel", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w"
-        ) as file:
-            json.dump({"grace_s": grace_s}, file)
+        """Leaves word for whoever starts the run to end it as soon as its host has it.
 
-    def take_cancel_request(self) -> dict[str, Any] | None:
-        """Returns the word that was left, ``{"grace_s": …}``, once; None when there is none."""
-        path = self.path / "cancel"
+        Raises:
+            StorageError: the disk does not take it.
+        """
+        with self._storing("leave word to cancel a run"):
+            fd = os.open(self.path / "cancel", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with os.fdopen(fd, "w") as file:
+                json.dump({"grace_s": grace_s}, file)
+
+    @property
+    def cancel_request(self) -> dict[str, Any] | None:
+        """The word that was left, ``{"grace_s": …}``; None when there is none."""
         try:
-            request: dict[str, Any] = json.loads(path.read_text("utf-8"))
-            path.unlink()
+            request: dict[str, Any] = json.loads((self.path / "cancel").read_text("utf-8"))
         except (FileNotFoundError, ValueError):
             return None
         return request
+
+    def drop_cancel_request(self) -> None:
+        """Takes the word away that was left, once it is carried out."""
+        (self.path / "cancel").unlink(missing_ok=True)
+
+    def link_start(self, first: RunFolder) -> None:
+        """Puts the mark that ``first`` has on this run too.
+
+        Raises:
+            StorageError: the disk does not take it.
+        """
+        with self._storing("mark a run as being started"):
+            self.make()
+            os.link(first.path / "start.lock", self.path / "start.lock")
 
     @property
     def is_starting(self) -> bool:
@@ -156,6 +176,13 @@ class RunFolder:
         """Returns a segment's path."""
         return self.records / segment_name(index)
 
+    @contextmanager
+    def _storing(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise StorageError(f"{self.path}: cannot {what}: {error}") from error
+
 
 @contextmanager
 def starting_together(folders: Sequence[RunFolder]) -> Iterator[None]:
@@ -163,8 +190,7 @@ def starting_together(folders: Sequence[RunFolder]) -> Iterator[None]:
     first, *others = folders
     with first.starting():
         for folder in others:
-            folder.make()
-            os.link(first.path / "start.lock", folder.path / "start.lock")
+            folder.link_start(first)
         yield
 
 

@@ -23,7 +23,7 @@ from orchestrator.mirror_reader import checked_records
 from orchestrator.observed import Observed
 from orchestrator.remote import Standing, Stopped
 from orchestrator.run_folder import RunFolder
-from orchestrator.starting import refuse
+from orchestrator.starting import carry_out_cancel, refuse
 from orchestrator.transports import Transport, connect
 from orchestrator.workspace import Workspace
 
@@ -222,9 +222,8 @@ def standing(transport: Transport, workspace: Workspace, run_ids: Sequence[str])
     """Asks the host; a cancel that whoever started the run did not live to carry out is carried out now."""
     known = remote.status(transport, run_ids)
     for run_id, found in known.items():
-        request = workspace.folder(run_id).take_cancel_request() if found.is_alive else None
-        if request is not None:
-            remote.stop(transport, run_id, request["grace_s"])
+        if found.is_alive:
+            carry_out_cancel(transport, workspace.folder(run_id))
     return known
 
 

@@ -44,6 +44,7 @@ from orchestrator.mirror_reader import recorded_job
 from orchestrator.remote import Conversation, Cursor
 from orchestrator.run_folder import RunFolder
 from orchestrator.text import did_you_mean
+from orchestrator.transports import Transport
 from orchestrator.workspace import Workspace
 
 RUN_ID_LETTERS = "abcdefghjkmnpqrstvwxyz0123456789"
@@ -166,8 +167,7 @@ def launch(
         watcher.shipped(started)
     transport = starter.transport
     assert transport is not None
-    if request := folder.take_cancel_request():
-        remote.stop(transport, run_id, request["grace_s"])
+    carry_out_cancel(transport, folder)
     if is_followed:
         return Following(folder, plan.host, talk, transport)
     talk.close()
@@ -180,6 +180,18 @@ def note_started(folder: RunFolder, host: Host, started: remote.Started, talk: C
     folder.observe("started", is_new=started.is_new, sent_files=started.sent_files, hello=dict(talk.hello))
     if talk.clock is not None:
         folder.observe("clock", host=host.name, **talk.clock.noted())
+
+
+def carry_out_cancel(transport: Transport, folder: RunFolder) -> None:
+    """Ends a run that its host has, where somebody asked for that while it was being started.
+
+    Raises:
+        HostError: the host cannot be asked; the word stays for the next who can.
+    """
+    request = folder.cancel_request
+    if request is not None:
+        remote.stop(transport, folder.run_id, request["grace_s"])
+        folder.drop_cancel_request()
 
 
 def read_secrets(secrets: Sequence[Secret]) -> dict[str, str]:

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 
-from orchestrator import remote
 from orchestrator.errors import OrchError, Unreachable
 from orchestrator.experiment import Experiment
 from orchestrator.host_starter import HostStarter, NeverStarted
@@ -23,6 +22,7 @@ from orchestrator.run_folder import starting_together
 from orchestrator.starting import (
     Plan,
     bundle_of,
+    carry_out_cancel,
     new_id,
     note_created,
     note_started,
@@ -95,6 +95,9 @@ def submit(workspace: Workspace, plans: Sequence[Plan]) -> Iterator[Submission]:
         finally:
             for thread in threads:
                 thread.leave()
+            for thread in threads:
+                if thread.is_alive():
+                    thread.join(JOIN_S)
 
 
 class _HostThread(threading.Thread):
@@ -116,11 +119,9 @@ class _HostThread(threading.Thread):
         self._is_leaving = False
 
     def leave(self) -> None:
-        """Ends the thread, wherever it is, and closes the connection."""
+        """Has the thread end, wherever it is, and closes the connection."""
         self._is_leaving = True
         self._starter.close()
-        if self.is_alive():
-            self.join(JOIN_S)
 
     def run(self) -> None:
         """Runs in the thread; after a failure the host's other runs are refused for the same reason."""
@@ -132,7 +133,9 @@ class _HostThread(threading.Thread):
                 if failure is not None:
                     self._results.put(Submission(plan=plan, refusal=failure))
                     continue
-                if self._workspace.folder(plan.job["run_id"]).take_cancel_request() is not None:
+                folder = self._workspace.folder(plan.job["run_id"])
+                if folder.cancel_request is not None:
+                    folder.drop_cancel_request()
                     self._results.put(Submission(plan=plan, refusal="cancelled before it was submitted"))
                     continue
                 submission = self._submit(plan)
@@ -149,9 +152,8 @@ class _HostThread(threading.Thread):
             talk.close()
             note_started(folder, plan.host, started, talk)
             folder.end_starting()
-            request = folder.take_cancel_request()
-            if request is not None and self._starter.transport is not None:
-                remote.stop(self._starter.transport, run_id, request["grace_s"])
+            if self._starter.transport is not None:
+                carry_out_cancel(self._starter.transport, folder)
         except NeverStarted as error:
             return Submission(plan=plan, refusal=str(error.cause))
         except OrchError as error:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from orchestrator import reconciling, runs, views
+from orchestrator import cancelling, reconciling, runs, views
 from orchestrator.cli.group import cancel_group, show_group, wait_group
 from orchestrator.cli.leaving import Left, leaving, say_goodbye
 from orchestrator.cli.options import inventory_option, json_option, open_workspace, run_argument
@@ -21,8 +21,6 @@ from orchestrator.errors import HostError, RecordsAltered, StorageError
 from orchestrator.workspace import Workspace
 
 MOST_GRACE_S = 7 * 86400
-GRACE_S = 10.0
-ENDING_S = 20.0
 
 
 @click.command()
@@ -108,7 +106,8 @@ def cancel(run: str, grace_s: float | None, inventory: Path | None, as_json: boo
             screen.note(f"nothing of run {run_id} was alive")
         try:
             with leaving():
-                has_ended = runs.wait_until_ended(workspace, run_id, (grace_s or GRACE_S) + ENDING_S)
+                patience_s = cancelling.patience_s([workspace.ledger.get(run_id)], grace_s)
+                has_ended = runs.wait_until_ended(workspace, run_id, patience_s)
                 report = runs.refresh(workspace, run_id)
         except Left as left:
             return say_goodbye(left, run_id, done="it is being cancelled over there:")

@@ -3,8 +3,8 @@
 Commands are imported when they are called, so that ``orch --help`` costs next to nothing.
 
 Exit codes: 0 good, 1 the run's verdict is not good, 2 the input was refused and nothing was done, 3 a host
-cannot do it, 4 this machine cannot store it, 130 and 143 the view was left by Ctrl-C or SIGTERM (the run goes
-on).
+cannot do it, 4 this machine cannot store it, 5 records are not what they were, 130 and 143 the view was left
+by Ctrl-C or SIGTERM (the run goes on).
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ import time
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 from . import locks
+from .cuts import segment_name
 from .listing import last_written_t, run_names, standing
-from .records import segment_name
 from .rundir import RunDir, supervisor_digest
 from .wire import PIECE_BYTES
 
@@ -167,7 +167,10 @@ def _sweep_turns(root: str, is_real: bool) -> Iterator[Item]:
 
 def _take_queue(path: str) -> Optional[int]:
     """Returns a descriptor that holds a queue's lock: who waits for it finds out that its folder has gone."""
-    fd = os.open(os.path.join(path, "lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fd = os.open(os.path.join(path, "lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except FileNotFoundError:
+        return None  # its last run has just left and taken it away
     if locks.take(fd, exclusive=True):
         return fd
     os.close(fd)
@@ -204,18 +207,19 @@ def _delete(path: str) -> Optional[str]:
     try:
         _open_up(path)
         shutil.rmtree(path)
-    except OSError as error:
+    except (OSError, RecursionError) as error:  # a payload may nest folders as deep as it likes
         return "renamed to %s, and not deleted: %s" % (path, error)
     return None
 
 
 def _open_up(folder: str) -> None:
     """A payload may have left folders that not even their owner can change."""
-    os.chmod(folder, 0o700)
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                _open_up(entry.path)
+    folders = [folder]
+    while folders:
+        inside = folders.pop()
+        os.chmod(inside, 0o700)
+        with os.scandir(inside) as entries:
+            folders += [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
 
 
 def _item(what: str, name: str, size: int, why_kept: Optional[str]) -> Item:
@@ -268,14 +272,20 @@ def _folders(folder: str) -> List[Tuple[str, str, os.stat_result]]:
 
 
 def _size(folder: str) -> int:
-    """Returns the bytes that a folder's files take on the disk."""
-    size = 0
-    for parent, folders, names in os.walk(folder):
-        for name in names + folders:
+    """Returns the bytes that a folder's files take on the disk; `os.walk` gives up on folders nested deep."""
+    size, folders = 0, [folder]
+    while folders:
+        try:
+            with os.scandir(folders.pop()) as entries:
+                found = list(entries)
+        except OSError:
+            continue  # gone meanwhile, or closed to us
+        folders += [entry.path for entry in found if entry.is_dir(follow_symlinks=False)]
+        for entry in found:
             try:
-                size += os.lstat(os.path.join(parent, name)).st_blocks * 512
+                size += entry.stat(follow_symlinks=False).st_blocks * 512
             except OSError:
-                continue  # gone meanwhile
+                continue
     return size
 
 

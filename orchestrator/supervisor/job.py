@@ -30,6 +30,7 @@ SCAN_S = 0.1
 GRACE_S = 10.0
 PROC = "main"
 MAX_NAMED = 20
+LAST_READS = 64  # a pipe holds less; a process that could not be ended may write into it for ever
 
 
 class Job:
@@ -307,11 +308,10 @@ class Job:
 
     def _finish(self) -> None:
         for pump in self._pumps:
-            while pump.is_open and pump.read():
-                pass
+            _read_out(pump)
             pump.close()
-        while self._events is not None and self._events.read():
-            pass
+        if self._events is not None:
+            _read_out(self._events)
         code, number = _exit(self._main_end[0]) if self._main_end else (None, None)
         changed = store.changed_files(self._run.code, self._entries)
         if changed:
@@ -345,6 +345,13 @@ class Job:
             )
         finally:
             self._writer.close()
+
+
+def _read_out(source: Union[Events, Pump]) -> None:
+    """Reads what is left in a pipe."""
+    for _ in range(LAST_READS):
+        if not (source.is_open and source.read()):
+            break
 
 
 def _exit(status: int) -> Tuple[Optional[int], Optional[int]]:

@@ -11,7 +11,7 @@ import os
 import time
 from typing import Any, Dict, Iterator, List, Optional, Sequence
 
-from .records import segment_name
+from .cuts import segment_name
 from .rundir import RunDir
 
 FIRST_BYTES = 1024 * 1024  # of a first record; a longer one is not read
@@ -80,13 +80,14 @@ def _entry(run: RunDir, with_job: bool) -> Dict[str, Any]:
     if text is None:
         return entry
     try:
-        first = json.loads(text)
+        told = text.decode("utf-8")
+        first = json.loads(told)
         job = first["job"]
         entry.update(t=first["t"], claims=first["run"], digest=job_digest(job))
     except (ValueError, KeyError, TypeError, RecursionError):
         return entry
     if with_job:
-        entry["text"] = text.decode("utf-8")
+        entry["text"] = told
     return entry
 
 

@@ -14,8 +14,6 @@ from typing import Any, Callable, Dict, Optional
 from .cuts import Cap, Segment, cut_record, longest_segment, segment_name
 from .seals import SealMaker
 
-__all__ = ["FORMAT_VERSION", "DiskFull", "RecordWriter", "dump", "segment_name"]
-
 FORMAT_VERSION = 1
 SEAL_BYTES = 4 * 1024 * 1024
 SEAL_INTERVAL_S = 1.0
@@ -87,6 +85,7 @@ class RecordWriter:
         self._finished_bytes = 0
         self._others = 0
         self._others_cut = 0
+        self._cut_through = 0
         self._seal_line = b""
         self._unsealed_since: Optional[float] = None
         self.may_wait: Callable[[], bool] = lambda: True
@@ -174,6 +173,9 @@ class RecordWriter:
         assert self._file is not None
         surplus = self._cap.surplus(self._size + next_bytes)
         for segment in surplus:
+            if segment.number <= self._cut_through:
+                continue  # told before, when the disk did not take its stub
+            self._cut_through = segment.number
             self._others_cut += segment.others
             self._put("cut", (",%s}\n" % dump(cut_record(segment, self._others_cut))[1:-1]).encode("ascii"))
         self.seal()

@@ -14,8 +14,8 @@ import time
 from typing import Any, Dict, List, Optional, Sequence
 
 from . import cgroups, processes
+from .cuts import segment_name
 from .locks import is_held
-from .records import segment_name
 from .tree import Tree
 
 CLAIM_TRIES = 20

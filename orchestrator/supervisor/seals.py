@@ -71,7 +71,10 @@ class SealMaker:
 
 
 class SealChecker:
-    """Checks a run's bytes, fed in order in pieces of any size; never holds more than one unfinished line."""
+    """Checks a run's bytes, fed in order in pieces of any size; never holds more than one unfinished line.
+
+    ``line_bytes`` are those of that line.
+    """
 
     def __init__(self, run_id: str, start: int = 0, resume: bool = False) -> None:
         """``resume``: the first byte fed is a seal's line, at offset ``start``, already known to be right."""
@@ -80,6 +83,7 @@ class SealChecker:
         self._from = start
         self._end = start
         self._line: List[bytes] = []
+        self.line_bytes = 0
 
     @property
     def pending_bytes(self) -> int:
@@ -94,6 +98,7 @@ class SealChecker:
         """
         found: List[Seal] = []
         cut = data.rfind(b"\n") + 1
+        self.line_bytes = len(data) - cut if cut else self.line_bytes + len(data)
         if not cut:
             self._line.append(data)
             return found

@@ -17,6 +17,7 @@ from .wire import PIECE_BYTES
 IDLE_S = 10.0
 POLL_MIN_S = 0.005
 POLL_MAX_S = 1.0
+_INPUT_FD = 0
 _IN_MODIFY, _IN_CLOSE_WRITE, _IN_CREATE = 0x2, 0x8, 0x100
 _EVENT = struct.Struct("iIII")
 
@@ -24,8 +25,7 @@ _EVENT = struct.Struct("iIII")
 class Watch:
     """Wakes when a run writes, when it ends, or when standard input says that the controller has gone."""
 
-    def __init__(self, records: str, lock: str, input_fd: int = 0) -> None:
-        self._input_fd = input_fd
+    def __init__(self, records: str, lock: str) -> None:
         self._notify_fd, self._lock_watch = _inotify(records, lock)
         self._poll_s = POLL_MIN_S
         self._is_closing = False
@@ -33,11 +33,11 @@ class Watch:
 
     def wait(self, timeout_s: float) -> None:
         """Returns when something may have changed, or after ``timeout_s`` seconds."""
-        fds = [fd for fd in (self._input_fd, self._notify_fd) if fd is not None]
+        fds = [fd for fd in (_INPUT_FD, self._notify_fd) if fd is not None]
         polls = self._notify_fd is None or self._is_closing
         ready, _, _ = select.select(fds, [], [], min(timeout_s, self._poll_s) if polls else timeout_s)
         self._poll_s = min(POLL_MAX_S, self._poll_s * 1.5)
-        if self._input_fd in ready and not os.read(self._input_fd, 4096):
+        if _INPUT_FD in ready and not os.read(_INPUT_FD, 4096):
             self.input_ended = True
         if self._notify_fd in ready:
             self._read_events()

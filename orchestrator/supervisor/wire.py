@@ -55,6 +55,6 @@ def read_frame(read_exactly: Callable[[int], bytes]) -> Tuple[Dict[str, Any], by
         size = header["size"]
         if type(size) is not int or not 0 <= size <= MAX_BODY_BYTES:
             raise WireError("not a frame: size %r" % (size,))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise WireError("not a frame: %s" % error) from error
     return header, read_exactly(size) if size else b""

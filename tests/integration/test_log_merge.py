@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -32,7 +33,7 @@ for number in range(me, 12, 2):
 """
 
 # Runs the supervisor as python3 would, with another idea of the time.
-PYTHON_AHEAD = f"""#!{sys.executable} -IS
+PYTHON_AHEAD = f"""
 import sys, time
 real = time.time
 time.time = lambda: real() + {AHEAD_S}
@@ -55,7 +56,9 @@ def project(tmp_path_factory: pytest.TempPathFactory, sshd: Sshd) -> Project:
     folder = tmp_path_factory.mktemp("merge")
     place, python = folder / "place", folder / "python-ahead"
     place.mkdir()
-    python.write_text(PYTHON_AHEAD)
+    (folder / "ahead.py").write_text(PYTHON_AHEAD)
+    command = shlex.join([sys.executable, "-I", "-S", str(folder / "ahead.py")])
+    python.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
     python.chmod(0o700)
     env = {"PLACE": str(place)}
     there = sshd.inventory_entry(python=str(python), root=str(folder / "there"), env={**env, "ME": "1"})

@@ -210,6 +210,9 @@ class TestCleaning(HostCase):
         self.assertTrue(self.clean([])["turns q2"]["removed"])
         self.assertEqual(["q1"], os.listdir(os.path.join(self.root, "turns")))
 
+    def test_a_queue_that_goes_meanwhile_is_passed_over(self) -> None:
+        self.assertIsNone(cleaning._take_queue(os.path.join(self.root, "turns", "gone")))
+
     def test_objects_of_a_run_without_a_manifest_are_known_by_its_code(self) -> None:
         run_id = self.old_run("print(1)")
         os.unlink(self.path(run_id, "manifest.json"))

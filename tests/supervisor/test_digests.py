@@ -6,7 +6,7 @@ from typing import Any, Dict, List, Tuple
 from unittest import mock
 
 from orchestrator.supervisor import digests
-from orchestrator.supervisor.records import segment_name
+from orchestrator.supervisor.cuts import segment_name
 from orchestrator.supervisor.rundir import RunDir
 from tests.supervisor.host import HostCase
 

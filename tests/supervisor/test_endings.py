@@ -182,7 +182,7 @@ class StopTest(EndingCase):
             import subprocess, sys, time
             for name, text in (
                 ("leaf.py", "import os, time; os.write(1, b'leaf %d\\\\n' % os.getpid()); time.sleep(100)"),
-                ("inner.sh", "echo inner $$; %s leaf.py & wait" % sys.executable),
+                ("inner.sh", "echo inner $$; '%s' leaf.py & wait" % sys.executable),
                 ("outer.sh", "echo outer $$; bash inner.sh & wait"),
             ):
                 with open(name, "w") as file:

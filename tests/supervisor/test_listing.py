@@ -54,13 +54,16 @@ class TestListing(HostCase):
     def test_what_cannot_be_read_is_named_without_more(self) -> None:
         self.write_run("cut", '{"seq":0,"job":{}')
         self.write_run("noise", "\x1b[2J\n")
+        self.write_run("surrogate", "")
+        with open(self.path("surrogate", "records", "000000.jsonl"), "wb") as file:
+            file.write(b'{"run":"surrogate","t":1.0,"job":"\xed\xa0\x80"}\n')
         self.write_run("deep", "[" * 100000 + "\n")
         self.write_run("long", '{"run":"%s"}\n' % ("x" * listing.FIRST_BYTES))
         os.makedirs(self.path("empty"))
         os.makedirs(self.path("pipe", "records"))
         os.mkfifo(self.path("pipe", "records", "000000.jsonl"))
         found = self.list()
-        self.assertEqual({"cut", "noise", "deep", "long", "empty", "pipe"}, set(found))
+        self.assertEqual({"cut", "noise", "surrogate", "deep", "long", "empty", "pipe"}, set(found))
         self.assertEqual("never started", found["empty"]["standing"])
         self.assertFalse(any("digest" in entry for entry in found.values()))
 

@@ -1,10 +1,12 @@
 """A log limit on its host: what a run prints never takes more room, and a reader is told what has gone."""
 
+import errno
 import json
 import os
 import tempfile
 import unittest
 from typing import Any, Dict, List, Tuple
+from unittest import mock
 
 from orchestrator.supervisor import cuts, records, wire
 from orchestrator.supervisor.records import RecordWriter
@@ -125,6 +127,31 @@ class RoomTest(unittest.TestCase):
             self.assertLessEqual(self.size(), limit + longest)
         writer.close()
         self.assertIn("000000.jsonl", os.listdir(self.folder))
+
+    def test_a_stub_that_the_disk_does_not_take_is_tried_again_and_told_of_once(self) -> None:
+        limit = 8000 + cuts.SLACK_BYTES
+        writer = RecordWriter(self.folder, "run1", {}, segment_bytes=2000, limit_bytes=limit)
+        told: List[int] = []
+        tries: List[str] = []
+        put, write_stub = writer._put, cuts._write_stub
+
+        def noted(kind: str, body: bytes) -> None:
+            if kind == "cut":
+                told.append(json.loads(b"{" + body[1:])["segment"])
+            put(kind, body)
+
+        def full_at_first(path: str, line: bytes) -> None:
+            tries.append(path)
+            if len(tries) < 3:
+                raise OSError(errno.ENOSPC, "full")
+            write_stub(path, line)
+
+        with mock.patch.object(writer, "_put", noted), mock.patch.object(cuts, "_write_stub", full_at_first):
+            for i in range(200):
+                writer.write("event", event={"step": i})
+        writer.close()
+        self.assertEqual(list(range(1, told[-1] + 1)), told)
+        self.assertNotIn(cuts.segment_name(told[-1]), os.listdir(self.folder))
 
     def test_a_segment_is_an_eighth_of_the_limit_and_never_tiny_or_huge(self) -> None:
         for limit, expected in ((None, 64), (16 * MIB, 2), (2 * MIB, 1), (2**40, 64)):

@@ -30,9 +30,12 @@ JOB: dict[str, Any] = {
     "alloc_conf": None,
     "devices": [],
     "timeout_s": None,
+    "grace_s": None,
     "provenance": {"commit": "c" * 40, "dirty": True},
     "expect": {"verdicts": ["ok"], "metrics": {}},
 }
+
+OPTIONAL = {"version", "profile", "alloc_conf", "timeout_s", "grace_s"}
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=9),
@@ -57,7 +60,7 @@ def test_a_job_as_an_observation_holds_it_gives_the_same_row() -> None:
     assert a_row(noted_job(JOB)) == a_row(JOB)
 
 
-@pytest.mark.parametrize("key", sorted(JOB.keys() - {"version", "profile", "alloc_conf", "timeout_s"}))
+@pytest.mark.parametrize("key", sorted(JOB.keys() - OPTIONAL))
 def test_a_job_that_lacks_a_key_is_none(key: str) -> None:
     without = {name: value for name, value in JOB.items() if name != key}
     if key in ("module", "secrets"):  # a script has no module, an older job no secrets
@@ -84,6 +87,10 @@ def test_a_job_that_lacks_a_key_is_none(key: str) -> None:
         ("expect", {"verdicts": ["ok"], "metrics": {"loss": {"min": "0"}}}),
         ("expect", {"verdicts": ["ok"], "metrics": {"loss": {"most": 1}}}),
         ("secrets", {"A": 1}),
+        ("grace_s", "10s"),
+        ("turn", {"queue": "g-1"}),
+        ("turn", {"queue": "g-1", "place": "first", "at_once": 1}),
+        ("turn", {"queue": "g-1", "place": 0, "at_once": 0}),
     ],
 )
 def test_a_job_with_a_wrong_value_is_none(key: str, value: object) -> None:

@@ -235,6 +235,13 @@ def test_outcome_keeps_every_mismatch_whichever_record_told_it() -> None:
     assert outcome_of(records).mismatches == ("PYTHONPATH: …", "devices: …")
 
 
+def test_a_flood_of_mismatches_makes_no_flood_of_reasons() -> None:
+    told = [["the same"], ["the same"], *([f"variable {number}"] for number in range(1000))]
+    outcome = outcome_of({"kind": "facts", "mismatches": mismatches} for mismatches in told)
+    assert outcome.mismatches[:2] == ("the same", "variable 0")
+    assert len(outcome.mismatches) == MOST_NOTES
+
+
 def test_the_out_of_memory_error_counts_among_the_errors_of_several_ranks() -> None:
     first = {"kind": "exception", "type": "torch.distributed.DistBackendError", "message": "peer gone"}
     oom = {"kind": "exception", "type": OOM, "message": "Tried to allocate 15.09 GiB"}

@@ -10,6 +10,7 @@ from threading import Event
 
 import pytest
 
+from orchestrator import mirror as mirror_module
 from orchestrator import mirror_reader
 from orchestrator.errors import ProtocolError, RecordsAltered, StorageError
 from orchestrator.mirror import Mirror
@@ -235,6 +236,24 @@ def test_a_gap_is_refused(folder: RunFolder, segments: list[bytes]) -> None:
             with pytest.raises(ProtocolError, match="jump"):
                 mirror.append(Piece(cursor, b"x"))
     assert mirrored(folder) == [segments[0][:100]]
+
+
+def test_a_record_without_an_end_is_refused_before_it_fills_the_memory(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirror_module, "MOST_LINE_BYTES", 1000)
+    with open_mirror(folder) as mirror:
+        mirror.append(Piece(Cursor(), b"x" * 1000))
+        with pytest.raises(ProtocolError, match="a record goes on"):
+            mirror.append(Piece(Cursor(offset=1000), b"x"))
+
+
+@pytest.mark.parametrize("t", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_a_record_with_a_time_that_is_none_is_no_record(folder: RunFolder, t: str) -> None:
+    folder.make()
+    folder.segment(0).write_text(f'{{"seq":0,"t":{t},"kind":"out"}}\n')
+    with pytest.raises(RecordsAltered, match="no record"):
+        list(read_records(folder))
 
 
 def test_there_is_one_puller_at_a_time(folder: RunFolder) -> None:

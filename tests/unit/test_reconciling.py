@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -84,6 +86,41 @@ def test_each_host_is_told_apart_and_none_waits_for_another(workspace: Workspace
     for run_id in ("d1", "m1", "x1"):
         row = workspace.ledger.get(run_id)
         assert (row.state, row.reason, row.verdict) == (State.RUNNING, None, None)
+
+
+def test_who_leaves_waits_for_no_host(workspace: Workspace) -> None:
+    before = signal.signal(signal.SIGALRM, _leave)
+    begin = time.monotonic()
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        with pytest.raises(KeyboardInterrupt):
+            reconciling.glance(workspace, [workspace.ledger.get("m1")], patience_s=25.0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+    assert time.monotonic() - begin < 10.0
+
+
+def _leave(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_what_a_host_told_before_it_was_gone_is_not_shown_as_unreachable(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = Standing(exists=False, has_started=False, is_alive=False, orphans=())
+    ended = Standing(exists=True, has_started=True, is_alive=False, orphans=())
+
+    def catch_up(*_: object) -> bool:
+        raise Unreachable("it broke", host="good")
+
+    workspace.ledger.insert(a_row("g2", host="good", state=State.RUNNING))
+    monkeypatch.setattr(reconciling, "standing", lambda *_: {"g1": gone, "g2": ended})
+    monkeypatch.setattr(reconciling, "catch_up", catch_up)
+    monkeypatch.setattr(reconciling, "GLANCE_TIMEOUT_S", 30.0)  # so that the visit itself is not given up
+    looked = reconciling.glance(workspace, map(workspace.ledger.get, ("g1", "g2")))
+    assert workspace.ledger.get("g1").state is State.REFUSED
+    assert looked.seen.keys() == {"g2"}
 
 
 def test_a_reconcile_tells_what_changed_and_what_was_not_asked(workspace: Workspace) -> None:

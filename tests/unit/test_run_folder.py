@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+import pytest
+
+from orchestrator.errors import StorageError
 from orchestrator.run_folder import RunFolder, starting_together
 
 
@@ -22,3 +25,20 @@ def test_one_run_alone_can_be_started_so_too(tmp_path: Path) -> None:
     with starting_together([folder]):
         assert folder.is_starting
     assert not folder.is_starting
+
+
+def test_word_to_cancel_stays_until_it_is_carried_out(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, "a")
+    folder.make()
+    assert folder.cancel_request is None
+    folder.request_cancel(3.0)
+    assert folder.cancel_request == folder.cancel_request == {"grace_s": 3.0}
+    folder.drop_cancel_request()
+    folder.drop_cancel_request()
+    assert folder.cancel_request is None
+
+
+def test_a_mark_that_the_disk_does_not_take_is_a_storage_error(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("in the way")
+    with pytest.raises(StorageError, match="cannot mark"), RunFolder(tmp_path, "a").starting():
+        pass

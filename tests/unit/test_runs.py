@@ -6,17 +6,18 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from orchestrator import runs
-from orchestrator.errors import OrchError, UnknownName
+from orchestrator import remote, runs
+from orchestrator.errors import OrchError, UnknownName, Unreachable
 from orchestrator.ledger import Ledger, RunRow
 from orchestrator.lifecycle import State, is_settled
 from orchestrator.remote import Standing
+from orchestrator.transports import Transport
 from orchestrator.workspace import Workspace
 
 EXPECT = {"verdicts": ["ok"], "metrics": {}}
@@ -45,6 +46,29 @@ def workspace(tmp_path: Path) -> Iterator[Workspace]:
     opened = Workspace.open(tmp_path / "inventory.yaml", tmp_path / "home")
     yield opened
     opened.close()
+
+
+def test_word_to_cancel_is_kept_until_the_host_has_it(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive = Standing(exists=True, has_started=True, is_alive=True, orphans=())
+    folder, transport = workspace.folder("r1"), cast("Transport", object())
+    asked: list[tuple[str, float | None]] = []
+    folder.make()
+    folder.request_cancel(3.0)
+
+    def stop(_: object, run_id: str, grace_s: float | None) -> None:
+        asked.append((run_id, grace_s))
+        if len(asked) == 1:
+            raise Unreachable("it broke", host="here")
+
+    monkeypatch.setattr(remote, "status", lambda _, run_ids: dict.fromkeys(run_ids, alive))
+    monkeypatch.setattr(remote, "stop", stop)
+    with pytest.raises(Unreachable):
+        runs.standing(transport, workspace, ["r1"])
+    runs.standing(transport, workspace, ["r1"])
+    runs.standing(transport, workspace, ["r1"])
+    assert asked == [("r1", 3.0)] * 2
 
 
 class TestNames:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -170,3 +172,28 @@ def test_a_group_is_cancelled_from_its_end(workspace: Workspace, asked: list[str
     found = cancel_all(workspace, rows)
     assert asked == ["connect up", *(f"stop {plan.job['run_id']}" for plan in reversed(plans))]
     assert found.have_all_ended
+
+
+def test_who_leaves_a_cancel_waits_for_no_grace(
+    workspace: Workspace, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive = Standing(exists=True, has_started=True, is_alive=True, orphans=())
+    monkeypatch.setattr(remote, "status", lambda _, run_ids: dict.fromkeys(run_ids, alive))
+    plans = _plans(workspace, "up")
+    list(submit(workspace, plans))
+    rows = workspace.ledger.group(plans[0].job["group_id"])
+    before = signal.signal(signal.SIGALRM, _leave)
+    begin = time.monotonic()
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        with pytest.raises(KeyboardInterrupt):
+            cancel_all(workspace, rows, grace_s=600.0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+    assert time.monotonic() - begin < 10.0
+    assert sum(call.startswith("stop ") for call in asked) == 3
+
+
+def _leave(*_: object) -> None:
+    raise KeyboardInterrupt

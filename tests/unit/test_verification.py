@@ -26,7 +26,7 @@ from orchestrator.mirror import Mirror
 from orchestrator.mirror_scan import Place, place_at, scan
 from orchestrator.remote import BundleState, Cursor, Piece, SegmentDigest
 from orchestrator.run_folder import RunFolder
-from orchestrator.supervisor import digests, records
+from orchestrator.supervisor import cuts, digests
 from orchestrator.supervisor.records import RecordWriter
 from orchestrator.supervisor.rundir import RunDir
 from orchestrator.transports import connect
@@ -110,7 +110,7 @@ class Case:
 
     @property
     def host_segment(self) -> Path:
-        return self.host_records / records.segment_name(1)
+        return self.host_records / cuts.segment_name(1)
 
 
 @pytest.fixture
@@ -165,7 +165,7 @@ class TestTheMirror:
         assert checks["segments"].says == f"segment 0 is of run {OTHER}"
 
     def test_one_segment_of_another_run_is_foreign(self, case: Case) -> None:
-        shutil.copy(case.write(OTHER) / records.segment_name(1), case.folder.segment(1))
+        shutil.copy(case.write(OTHER) / cuts.segment_name(1), case.folder.segment(1))
         checks = case.here()
         assert wrong(checks) >= {"segments", "seals", "pinned seals"}
         assert checks["segments"].place is not None
@@ -175,7 +175,7 @@ class TestTheMirror:
         self, case: Case
     ) -> None:
         shutil.rmtree(case.host_root)
-        shutil.copy(case.write(RUN, "LINE") / records.segment_name(1), case.folder.segment(1))
+        shutil.copy(case.write(RUN, "LINE") / cuts.segment_name(1), case.folder.segment(1))
         assert case.here()["segments"].says.startswith("segment 1 does not continue the seal")
 
     @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ class TestTheHost:
 
     def test_a_byte_far_into_a_long_segment_is_named(self, case: Case) -> None:
         shutil.rmtree(case.host_root)
-        path = case.write(RUN, "x" * 60_000, segment_bytes=10**8) / records.segment_name(0)
+        path = case.write(RUN, "x" * 60_000, segment_bytes=10**8) / cuts.segment_name(0)
         shutil.rmtree(case.folder.records)
         shutil.copytree(path.parent, case.folder.records)
         assert case.there().status is Status.OK
