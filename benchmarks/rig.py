@@ -56,6 +56,7 @@ class Rig:
         home = self.folder / "home"
         home.mkdir(parents=True)
         os.environ["HOME"] = str(home)  # no start-up file, no ssh_config and no key of anybody's
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # orch starts from its byte code, as an installed one
         self.sshd = self._stack.enter_context(Sshd(self.folder / "sshd"))
         self.far, self.counted = Slow(self.sshd.port), Slow(self.sshd.port)
         self._stack.callback(self.far.close)

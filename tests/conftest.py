@@ -27,6 +27,7 @@ def _clean_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
         for name in [name for name in os.environ if name.startswith(FOREIGN_PREFIXES)]:
             patch.delenv(name)
         patch.setenv("HOME", str(tmp_path_factory.mktemp("session-home")))
+        patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)  # each `orch` would be compiled anew
         patch.setenv("GIT_CONFIG_NOSYSTEM", "1")
         for role in ("AUTHOR", "COMMITTER"):
             patch.setenv(f"GIT_{role}_NAME", "Test")
