@@ -15,11 +15,11 @@ from queue import SimpleQueue
 from typing import Self
 
 from orchestrator import remote
+from orchestrator.conversation import Conversation, Cursor, Piece
 from orchestrator.errors import OrchError, Unreachable
 from orchestrator.inventory import Host
 from orchestrator.mirror import Mirror
 from orchestrator.mirror_reader import arriving_batches
-from orchestrator.remote import Conversation, Cursor, Piece
 from orchestrator.run_folder import Record, RunFolder
 from orchestrator.transports import Transport, connect
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from orchestrator.conversation import Cursor
 from orchestrator.errors import RecordsAltered
 from orchestrator.lifecycle import MISSING
-from orchestrator.remote import Cursor
 from orchestrator.run_folder import Record, RunFolder
 from orchestrator.supervisor.cuts import MOST_STUB_BYTES, stub_indexes, stub_name
 from orchestrator.supervisor.seals import SEAL_LINE, SealChecker

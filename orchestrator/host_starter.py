@@ -12,10 +12,10 @@ from typing import Any, Self
 
 from orchestrator import remote
 from orchestrator.bundle import Bundle, ObjectStore
+from orchestrator.conversation import Conversation, Cursor
 from orchestrator.errors import OrchError, ProtocolError, Unreachable
 from orchestrator.following import backoff
 from orchestrator.inventory import Host
-from orchestrator.remote import Conversation, Cursor
 from orchestrator.transports import Transport, connect
 
 START_PATIENCE_S = 60.0

@@ -11,9 +11,9 @@ import fcntl
 import os
 from typing import NoReturn, Self
 
+from orchestrator.conversation import Cursor, Cut, Piece
 from orchestrator.errors import ProtocolError, RecordsAltered, StorageError
 from orchestrator.holes import MOST_CUT_SEGMENTS, stub_after, stub_path
-from orchestrator.remote import Cursor, Cut, Piece
 from orchestrator.run_folder import RunFolder
 from orchestrator.supervisor.cuts import MOST_STUB_BYTES
 from orchestrator.supervisor.seals import SEAL_LINE, SealBroken, SealChecker

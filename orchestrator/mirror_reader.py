@@ -12,10 +12,10 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from orchestrator.conversation import Cursor
 from orchestrator.errors import RecordsAltered
 from orchestrator.holes import Hole, cut_index, hole_after, is_complete, mirrored
 from orchestrator.lifecycle import MISSING
-from orchestrator.remote import Cursor
 from orchestrator.run_folder import Record, RunFolder
 from orchestrator.supervisor.seals import SealBroken, SealChecker
 

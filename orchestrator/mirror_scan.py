@@ -13,9 +13,9 @@ import json
 import re
 from dataclasses import dataclass, field
 
+from orchestrator.conversation import Cursor
 from orchestrator.errors import RecordsAltered
 from orchestrator.holes import Hole, cut_index, hole_after
-from orchestrator.remote import Cursor
 from orchestrator.run_folder import Record, RunFolder
 from orchestrator.supervisor.records import FORMAT_VERSION
 from orchestrator.supervisor.seals import SEAL_LINE, SealBroken, SealChecker

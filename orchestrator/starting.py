@@ -24,6 +24,7 @@ from orchestrator.bundle import (
     empty_bundle,
     find_payload,
 )
+from orchestrator.conversation import Conversation, Cursor
 from orchestrator.errors import (
     OrchError,
     RecordsAltered,
@@ -41,7 +42,6 @@ from orchestrator.job import job_for, secrets_of, secrets_of_job
 from orchestrator.ledger import MASK, RunRow
 from orchestrator.lifecycle import State
 from orchestrator.mirror_reader import recorded_job
-from orchestrator.remote import Conversation, Cursor
 from orchestrator.run_folder import RunFolder
 from orchestrator.text import did_you_mean
 from orchestrator.transports import Transport

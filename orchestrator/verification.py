@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from orchestrator import remote
 from orchestrator.bundle import Bundle, ObjectStore
 from orchestrator.checks import NOTHING_HERE, Check, Status, arrived_seals, counted, local_checks
+from orchestrator.conversation import Cursor, Piece
 from orchestrator.errors import HostError, OrchError, RecordsAltered, StorageError, UnknownName
 from orchestrator.mirror_scan import Place, Scan, place_at, scan
-from orchestrator.remote import BundleState, Cursor, Digests, Piece, SegmentDigest
+from orchestrator.remote import BundleState, Digests, SegmentDigest
 from orchestrator.run_folder import RunFolder
 from orchestrator.supervisor.digests import BLOCK_BYTES, block_hashes
 from orchestrator.transports import Transport, connect

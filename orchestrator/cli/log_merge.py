@@ -15,6 +15,7 @@ from orchestrator import runs
 from orchestrator.cli.log_output import TURNS, waits_for
 from orchestrator.cli.terminal import Screen
 from orchestrator.clocks import Offset
+from orchestrator.conversation import Cursor
 from orchestrator.errors import OrchError, RecordsAltered
 from orchestrator.following import VIEW_WAIT_S, Watcher
 from orchestrator.gathering import gather
@@ -24,7 +25,6 @@ from orchestrator.log_tail import tail
 from orchestrator.log_view import line_json, render, turn_note
 from orchestrator.merging import LiveMerge, Placed, RunLines, merge
 from orchestrator.mirror_reader import check_end, checked_records, end_position, newest_batches
-from orchestrator.remote import Cursor
 from orchestrator.run_folder import Record
 from orchestrator.workspace import Workspace
 

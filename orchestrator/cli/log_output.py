@@ -11,6 +11,7 @@ from typing import Any
 from orchestrator import runs
 from orchestrator.cli.run import RunWatcher
 from orchestrator.cli.terminal import Screen
+from orchestrator.conversation import Cursor
 from orchestrator.errors import HostError, RecordsAltered, StorageError
 from orchestrator.log_filter import LineFilter
 from orchestrator.log_lines import LineAssembler, LogLine, select
@@ -18,7 +19,6 @@ from orchestrator.log_raw import RawOutput
 from orchestrator.log_tail import tail
 from orchestrator.log_view import line_json, render, turn_note
 from orchestrator.mirror_reader import check_end, checked_records, end_position, newest_batches, read_records
-from orchestrator.remote import Cursor
 from orchestrator.run_folder import Record, RunFolder
 from orchestrator.workspace import Workspace
 

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from orchestrator.conversation import Cursor, Cut, Piece
 from orchestrator.errors import ProtocolError, RecordsAltered, UsageError
 from orchestrator.experiment import Bounds, Expectation
 from orchestrator.holes import hole_after, stub_path
@@ -35,7 +36,6 @@ from orchestrator.mirror_reader import (
     read_records,
 )
 from orchestrator.mirror_scan import scan
-from orchestrator.remote import Cursor, Cut, Piece
 from orchestrator.run_folder import Record, RunFolder
 from orchestrator.supervisor import tail as tail_module
 from orchestrator.supervisor.cuts import SLACK_BYTES, Segment, stub_indexes

@@ -12,6 +12,7 @@ import pytest
 
 from orchestrator import mirror as mirror_module
 from orchestrator import mirror_reader
+from orchestrator.conversation import Cursor, Piece
 from orchestrator.errors import ProtocolError, RecordsAltered, StorageError
 from orchestrator.mirror import Mirror
 from orchestrator.mirror_reader import (
@@ -22,7 +23,6 @@ from orchestrator.mirror_reader import (
     newest_batches,
     read_records,
 )
-from orchestrator.remote import Cursor, Piece
 from orchestrator.run_folder import RunFolder
 from orchestrator.supervisor.records import RecordWriter
 

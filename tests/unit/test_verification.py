@@ -21,10 +21,11 @@ from orchestrator.checks import (
     check_pins,
     local_checks,
 )
+from orchestrator.conversation import Cursor, Piece
 from orchestrator.inventory import Host
 from orchestrator.mirror import Mirror
 from orchestrator.mirror_scan import Place, place_at, scan
-from orchestrator.remote import BundleState, Cursor, Piece, SegmentDigest
+from orchestrator.remote import BundleState, SegmentDigest
 from orchestrator.run_folder import RunFolder
 from orchestrator.supervisor import cuts, digests
 from orchestrator.supervisor.records import RecordWriter

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from orchestrator.checks import Check, Status
+from orchestrator.conversation import Cursor, Cut, Piece
 from orchestrator.holes import stub_path
 from orchestrator.mirror import Mirror
 from orchestrator.mirror_scan import scan
-from orchestrator.remote import Cursor, Cut, Piece
 from orchestrator.supervisor.cuts import SLACK_BYTES, stub_indexes, stub_name
 from orchestrator.supervisor.records import RecordWriter
 from orchestrator.supervisor.rundir import RunDir
