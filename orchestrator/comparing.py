@@ -19,6 +19,7 @@ from typing import Any, Final
 from orchestrator.bundle import Entry
 from orchestrator.ledger import MASK, RunRow
 from orchestrator.lifecycle import Outcome, Verdict
+from orchestrator.supervisor.environment import SECRET_NAME
 
 MOST_TEXT_BYTES = 512 * 1024
 MOST_TEXT_LINES = 20_000
@@ -153,7 +154,6 @@ def shortened(diffs: Sequence[TextDiff], most_lines: int) -> tuple[TextDiff, ...
 _NOT_ASKED = frozenset(
     {"version", "run_id", "group_id", "retry_of", "case", "turn", "bundle", "provenance", "env"}
 )
-_SECRET_NAME = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL|AUTH|COOKIE|SESSION|PRIVATE", re.IGNORECASE)
 _SECRET_VALUE = re.compile(r"://[^/\s]*@")
 
 
@@ -239,7 +239,7 @@ def _variable_changes(a: RunFacts, b: RunFacts) -> Iterator[Change]:
 
 
 def _masked(name: str, value: Any) -> Any:
-    is_secret = _SECRET_NAME.search(name) or _SECRET_VALUE.search(str(value))
+    is_secret = SECRET_NAME.search(name) or _SECRET_VALUE.search(str(value))
     return MASK if value is not ABSENT and is_secret else value
 
 

@@ -45,7 +45,9 @@ class Host:
 
     ``address`` is a host name, an IP address or an alias of ssh_config; ``port``, ``user`` and ``identity``
     are None where ssh_config decides. ``host_key`` is the pinned public key (``ssh-ed25519 AAAA…``). ``root``
-    is the folder of orch on the host, ``python`` the interpreter of the payload there.
+    is the folder of orch on the host, ``python`` the interpreter of the payload there. A log-in over ssh
+    knows nothing of the variables that a container's image sets: ``import_container_env`` takes them from
+    PID 1.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Host:
     python: str = "python3"
     root: str = _DEFAULT_ROOT
     env: Mapping[str, str | Secret] = field(default_factory=dict, repr=False)
+    import_container_env: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,6 +124,7 @@ class _Entry(StrictModel):
     python: str | None = None
     root: str = _DEFAULT_ROOT
     env: dict[str, Any] = Field(default_factory=dict)
+    import_container_env: bool = False
 
 
 class _Document(StrictModel):
@@ -159,6 +163,7 @@ def _host(source: Source, name: str, entry: _Entry) -> Host:
         python=texts.get("python", sys.executable if entry.transport == "local" else "python3"),
         root=texts["root"],
         env=env,
+        import_container_env=entry.import_container_env,
     )
 
 

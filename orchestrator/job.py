@@ -58,6 +58,7 @@ def job_for(
         **_program(experiment),
         "params": experiment.params,
         "env": {name: value for name, value in _env(experiment, host).items() if isinstance(value, str)},
+        "import_container_env": host.import_container_env,
         "secrets": {secret.name: secret.from_env for secret in secrets_of(experiment, host)},
         "alloc_conf": experiment.alloc_conf,
         "devices": experiment.devices,

@@ -1,13 +1,14 @@
 """The environment a payload gets: a stated base, what the run asked for, and what this host decides (pure).
 
-Nothing of the supervisor's own environment reaches the payload but `BASE_VARIABLES`. The run's own variables
-win over the defaults; those that carry the run's provenance cannot be overridden (the controller refuses them
-as input).
+Nothing of the supervisor's own environment reaches the payload but `BASE_VARIABLES`, and nothing of PID 1's
+unless the host's entry asks for it. The run's own variables win over the defaults; those that carry the run's
+provenance cannot be overridden (the controller refuses them as input).
 """
 
 import hashlib
 import json
-from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence
+import re
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 from .gpus import Card
 
@@ -19,7 +20,20 @@ DEFAULTS = {
     "PYTHONFAULTHANDLER": "1",
     "PYTHONDONTWRITEBYTECODE": "1",  # a bundle's tree stays what it was
 }
+OF_ITS_USER = ("HOME", "USER", "LOGNAME", "SHELL", "PWD", "OLDPWD", "SHLVL", "TERM", "HOSTNAME", "_")
+OF_THE_RUN = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+SECRET_NAME = re.compile("TOKEN|SECRET|PASS|KEY|CREDENTIAL|AUTH|COOKIE|SESSION|PRIVATE", re.IGNORECASE)
 _MIB = 1024 * 1024
+
+
+def of_container(first: Mapping[str, str]) -> Tuple[Dict[str, str], List[str]]:
+    """Returns what a payload gets of the environment of PID 1, and the names that look like secrets.
+
+    Those stay out: no record would mask their values. Who needs one names it as a secret of the run.
+    """
+    kept = {name: value for name, value in first.items() if name not in OF_ITS_USER + OF_THE_RUN}
+    hidden = sorted(name for name in kept if SECRET_NAME.search(name))
+    return {name: value for name, value in kept.items() if name not in hidden}, hidden
 
 
 def build(
@@ -29,15 +43,19 @@ def build(
     events: str,
     cards: Sequence[Card],
     secrets: Mapping[str, str],
+    container: Mapping[str, str],
 ) -> Dict[str, str]:
     """Returns the payload's whole environment; ``secrets`` are the variables that no record may show.
+
+    ``container`` is what `of_container` returned, or empty; it wins over the base alone.
 
     ``events`` is the events descriptor as ``number:inode``: in a process that did not inherit it the number
     may be another file, which the inode tells.
     ``CUDA_VISIBLE_DEVICES`` is always set, to UUIDs or to nothing: a run without devices sees no card.
     """
     env = {name: base[name] for name in BASE_VARIABLES if name in base}
-    env.update(DEFAULTS)
+    env.update(container)
+    env.update({name: value for name, value in DEFAULTS.items() if name not in container})
     env.update(job["env"])
     env.update(secrets)
     if job.get("alloc_conf"):

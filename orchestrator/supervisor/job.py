@@ -119,6 +119,7 @@ class Job:
 
     def _start(self) -> None:
         chosen = self._choose_devices()
+        container, hidden = self._container_env()
         events_read, events_write = os.pipe()
         self._asked = environment.build(
             self._job,
@@ -127,6 +128,7 @@ class Job:
             events="%d:%d" % (events_write, os.fstat(events_write).st_ino),
             cards=chosen,
             secrets=self._secrets,
+            container=container,
         )
         argv = program.argv(self._job, self._run, self._entries)
         inherited = [events_write] if self._turn is None else [events_write, self._turn.fd]
@@ -138,7 +140,7 @@ class Job:
         self._pid = child.pid
         assert child.stdout is not None
         assert child.stderr is not None
-        self._record_spawn(argv, chosen)
+        self._record_spawn(argv, chosen, hidden)
         for stream, file in (("stdout", child.stdout), ("stderr", child.stderr)):
             self._add_pump(stream, os.dup(file.fileno()))
             file.close()
@@ -156,7 +158,15 @@ class Job:
         except gpus.DeviceError as error:
             raise Refused(str(error)) from error
 
-    def _record_spawn(self, argv: List[str], chosen: List[gpus.Card]) -> None:
+    def _container_env(self) -> Tuple[Dict[str, str], List[str]]:
+        if not self._job.get("import_container_env"):
+            return {}, []
+        first = processes.environment(1)
+        if not first:
+            raise Refused("cannot read the environment of PID 1 (import_container_env): are we root here?")
+        return environment.of_container(first)
+
+    def _record_spawn(self, argv: List[str], chosen: List[gpus.Card], hidden: List[str]) -> None:
         got = processes.environment(self._pid)
         self._writer.write(
             "spawn",
@@ -165,6 +175,7 @@ class Job:
             argv=argv,
             cwd=self._run.artifacts,
             env=got,
+            not_imported=hidden,
             env_digest=environment.digest(self._masks.value(got)),
             identity=processes.identity(self._pid),
             devices=gpus.as_record(chosen),

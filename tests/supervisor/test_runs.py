@@ -16,6 +16,13 @@ from orchestrator.supervisor import processes, store, wire
 from orchestrator.supervisor.seals import SealChecker
 from tests.supervisor.host import HostCase, of_kind, printed, stream_bytes
 
+# PID 1 of a namespace of its own has these variables, and what is started there has not.
+CONTAINER = (
+    *("unshare", "--pid", "--fork", "--mount-proc", "env"),
+    *("IMAGE_SAYS=from the image", "IMAGE_TOKEN=never recorded", "MODE=the image's"),
+    *("sh", "-c", 'env -u IMAGE_SAYS -u IMAGE_TOKEN -u MODE "$@"; exit', "sh"),
+)
+
 
 class OutputTest(HostCase):
     def test_each_stream_reassembles_exactly_when_they_interleave_without_line_ends(self) -> None:
@@ -143,6 +150,22 @@ class EnvironmentTest(HostCase):
         records = self.records(self.start("import os; print(sorted(os.environ))", host_env=env))
         self.assertNotIn("LEAKED_VARIABLE", json.dumps(records))
         self.assertNotIn("'PYTORCH_ALLOC_CONF'", json.dumps(of_kind(records, "out")))
+
+    @unittest.skipUnless(os.geteuid() == 0, "a PID namespace needs root")
+    def test_the_environment_of_a_containers_first_process_is_imported_when_asked(self) -> None:
+        names = ["IMAGE_SAYS", "IMAGE_TOKEN", "MODE", "HOME"]
+        code = "import os; print([os.environ.get(name) for name in %r])" % names
+        for asked, expected in ((True, "from the image"), (False, None)):
+            records = self.records(
+                self.start(code, prefix=CONTAINER, env={"MODE": "the run's"}, import_container_env=asked)
+            )
+            home = os.environ["HOME"]
+            printed = "".join(record["text"] for record in of_kind(records, "out"))
+            self.assertEqual(printed, "%r\n" % [expected, None, "the run's", home])
+            spawn = of_kind(records, "spawn")[0]
+            self.assertEqual(spawn["env"].get("IMAGE_SAYS"), expected)
+            self.assertEqual("IMAGE_TOKEN" in spawn["not_imported"], asked)
+            self.assertNotIn("never recorded", json.dumps(records))
 
     def test_a_variable_that_the_process_changed_before_it_was_read_is_a_mismatch(self) -> None:
         """What instrument reports is compared with what was asked for."""

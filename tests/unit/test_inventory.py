@@ -183,6 +183,13 @@ def test_a_local_host_has_no_connection(tmp_path: Path, key: str) -> None:
         load_inventory(_write(tmp_path, {"a": {"transport": "local", key: value}}))
 
 
+def test_a_containers_environment_is_imported_only_when_asked(tmp_path: Path) -> None:
+    assert not _host(tmp_path).import_container_env
+    assert _host(tmp_path, import_container_env=True).import_container_env
+    with pytest.raises(ConfigError, match="hosts.h.import_container_env"):
+        _host(tmp_path, import_container_env="yes please")
+
+
 def test_an_inventory_without_hosts_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="at least one host"):
         load_inventory(_write(tmp_path, {}))

@@ -47,6 +47,7 @@ def test_a_job_says_all_that_a_host_and_a_verdict_need() -> None:
         "module": "dflash.probe",
         "params": {"anchors": [1, 2], "nested": {"lr": 1e-5}},
         "env": {"A": "host", "B": "experiment"},
+        "import_container_env": False,
         "secrets": {},
         "alloc_conf": "expandable_segments:True",
         "devices": ["5"],
