@@ -53,24 +53,33 @@ class Rig:
 
     def __enter__(self) -> Self:
         require_sshd()
+        with self._stack:  # what has started is ended when the next does not
+            self._start()
+            self._stack = self._stack.pop_all()
+        return self
+
+    def _start(self) -> None:
         home = self.folder / "home"
         home.mkdir(parents=True)
         os.environ["HOME"] = str(home)  # no start-up file, no ssh_config and no key of anybody's
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # orch starts from its byte code, as an installed one
         self.sshd = self._stack.enter_context(Sshd(self.folder / "sshd"))
-        self.far, self.counted = Slow(self.sshd.port), Slow(self.sshd.port)
-        self._stack.callback(self.far.close)
-        self._stack.callback(self.counted.close)
+        self.far = self._slow()
+        self.counted = self._slow()
         ports = {"near": self.sshd.port, "far": self.far.port, "counted": self.counted.port}
         self.project = Project(
             self.folder / "project",
             {name: self.sshd.inventory_entry(port=port) for name, port in ports.items()},
         )
         self._ports = ports
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+    def _slow(self) -> Slow:
+        slow = Slow(self.sshd.port)
+        self._stack.callback(slow.close)
+        return slow
 
     def ssh(self, command: str, host: str = "near") -> list[str]:
         """Returns the argument vector of a plain ``ssh`` that runs ``command``."""

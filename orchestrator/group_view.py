@@ -83,13 +83,7 @@ def group_json(group_id: str, reports: Sequence[Report]) -> dict[str, Any]:
 
 def group_exit_code(reports: Iterable[Report]) -> int:
     """Returns 0 when every run that counts is good, 5 for altered records, 3 when only hosts are at fault."""
-    reports = list(reports)
-    retried = {report.row.retry_of for report in reports}
-    bad = [
-        report
-        for report in reports
-        if report.row.run_id not in retried and not (report.verdict is not None and report.verdict.is_good)
-    ]
+    bad = [report for report in _counting(reports) if report.verdict is None or not report.verdict.is_good]
     if any(report.verdict is not None and report.verdict.name == "altered" for report in bad):
         return RecordsAltered.exit_code
     if bad:
@@ -98,9 +92,9 @@ def group_exit_code(reports: Iterable[Report]) -> int:
 
 
 def group_tally(reports: Iterable[Report]) -> str:
-    """Returns how many runs stand how, such as "3 ok, 1 running"."""
+    """Returns how many of the runs that count stand how, such as "3 ok, 1 running"."""
     counts: dict[str, int] = {}
-    for report in reports:
+    for report in _counting(reports):
         has_ended = report.verdict is not None and is_terminal(report.row.state)
         name = report.verdict.name if has_ended and report.verdict is not None else str(report.row.state)
         counts[name] = counts.get(name, 0) + 1
@@ -130,6 +124,18 @@ def _bounds(report: Report) -> Iterable[str]:
     expect = report.row.job.get("expect")
     metrics = expect.get("metrics") if isinstance(expect, dict) else None
     return metrics if isinstance(metrics, dict) else ()
+
+
+def _counting(reports: Iterable[Report]) -> list[Report]:
+    """Returns the runs in whose place no retry stands; one that a host tells of stands for none of ours."""
+    reports = list(reports)
+    ours = {report.row.run_id for report in reports if not report.row.is_adopted}
+    retried = {
+        report.row.retry_of
+        for report in reports
+        if not (report.row.is_adopted and report.row.retry_of in ours)
+    }
+    return [report for report in reports if report.row.run_id not in retried]
 
 
 def _exit(report: Report) -> str:

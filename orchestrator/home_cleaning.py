@@ -116,12 +116,23 @@ def _objects(workspace: Workspace, gone: set[str], *, is_real: bool) -> Iterator
 
 
 def _sweep(what: str, files: list[tuple[Path, os.stat_result]], is_real: bool) -> Iterator[Item]:
-    size_bytes = sum(status.st_size for _, status in files)
+    """Removes files, but for those that somebody has taken into use since they were looked at."""
     if is_real:
-        for path, _ in files:
-            path.unlink(missing_ok=True)
+        files = [(path, status) for path, status in files if _was_removed(path, status)]
+    size_bytes = sum(status.st_size for _, status in files)
     why = "" if files else "runs that stay need all of them"
     yield Item(place=HOME, what=what, name=str(len(files)), size_bytes=size_bytes, why=why)
+
+
+def _was_removed(path: Path, seen: os.stat_result) -> bool:
+    try:
+        now = path.stat()
+        if (now.st_atime_ns, now.st_mtime_ns) != (seen.st_atime_ns, seen.st_mtime_ns):
+            return False
+        path.unlink()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _kept_rows(workspace: Workspace, gone: set[str]) -> Iterator[RunRow | None]:

@@ -14,7 +14,7 @@ from concurrent.futures import TimeoutError as NotYet
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from orchestrator.errors import OrchError, Unreachable
+from orchestrator.errors import OrchError, StorageError, Unreachable
 from orchestrator.ledger import RunRow
 from orchestrator.observed import Observed
 from orchestrator.remote import Standing
@@ -80,7 +80,8 @@ def glance(workspace: Workspace, rows: Iterable[RunRow], *, patience_s: float = 
                 workspace.ledger.note_reachable(name)
             except OrchError as error:
                 failed[name] = str(error).removeprefix(f"{name}: ")
-                seen.update(_unreachable(workspace, name, by_host[name], failed[name]))
+                if not isinstance(error, StorageError):  # that is this machine's fault, not the host's
+                    seen.update(_unreachable(workspace, name, by_host[name], failed[name]))
             for run_id, known, is_whole in visits[name].answers:
                 settled = settle(workspace, run_id, known, is_whole=is_whole)
                 if (observed := observe(workspace, run_id, known)) is not None:

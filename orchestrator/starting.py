@@ -98,7 +98,8 @@ def prepare_again(workspace: Workspace, run_id: str, host: Host) -> Plan:
     of a group stays in it, and takes no turn in its queue.
 
     Raises:
-        UsageError: the values of its variables are kept nowhere.
+        UsageError: the values of its variables are kept nowhere; or its job came from its host, and names
+            variables of this environment as secrets: they would go there at that host's word.
         StorageError: the object store lacks some of its code; the message names the files.
         RecordsAltered: what is here of it is not what it was.
     """
@@ -106,6 +107,12 @@ def prepare_again(workspace: Workspace, run_id: str, host: Host) -> Plan:
     job = original_job(workspace, run_id)
     if job is None:
         raise UsageError(_why_not_again(row))
+    if row.is_adopted and job.get("secrets"):
+        named = ", ".join(sorted(job["secrets"].values()))
+        raise UsageError(
+            f"run {run_id} was found on {row.host}, and its job there asks for {named} of this environment: "
+            f"nobody here said that this host may have it{_instead(row)}"
+        )
     again_id = new_id()
     group_id = again_id if job["group_id"] == run_id else job["group_id"]
     again = {**job, "run_id": again_id, "group_id": group_id, "retry_of": run_id, "turn": None}

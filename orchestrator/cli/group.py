@@ -13,6 +13,7 @@ from orchestrator.cli.leaving import Left, leaving, say_goodbye
 from orchestrator.cli.plans import bundle_line, group_plan_json, group_text
 from orchestrator.cli.terminal import Screen
 from orchestrator.cli.terminal import show as show_table
+from orchestrator.errors import RecordsAltered
 from orchestrator.experiment import Experiment
 from orchestrator.group_following import Event, GroupFollowing
 from orchestrator.group_view import (
@@ -87,10 +88,12 @@ def wait_group(workspace: Workspace, rows: Sequence[RunRow], *, as_json: bool) -
 
 
 def show_group(workspace: Workspace, rows: Sequence[RunRow], *, as_json: bool) -> int:
-    """Shows how each run of a group stands; returns 0."""
+    """Shows how each run of a group stands; returns 0, or 5 when one's records were altered, as for a run."""
     group_id = rows[0].group_id
-    _print(group_id, _reports(workspace, group_id, Screen()), as_json=as_json)
-    return 0
+    reports = _reports(workspace, group_id, Screen())
+    _print(group_id, reports, as_json=as_json)
+    altered = RecordsAltered.exit_code
+    return altered if group_exit_code(reports) == altered else 0
 
 
 def cancel_group(

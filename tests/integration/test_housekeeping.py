@@ -86,6 +86,21 @@ def test_a_run_that_another_controller_started_can_be_shown_proven_and_cancelled
     )
 
 
+def test_a_found_run_gets_no_variable_of_this_environment_at_its_hosts_word(
+    project: Project, tmp_path: Path
+) -> None:
+    path = project.experiment("print('x')", env={"HF_TOKEN": {"secret": True, "from_env": "MY_TOKEN"}})
+    env = {"MY_TOKEN": "hf_0123456789"}
+    assert project.orch("run", path, "--host", "here", env=env).code == 0
+    run_id = project.runs()[0]["run_id"]
+    assert project.orch("rerun", run_id, env=env).code == 0
+    other = {"env": {**env, "ORCH_HOME": str(tmp_path / "second home")}}
+    project.orch("ps", "--host", "here", "--all", **other)
+    refused = project.orch("rerun", run_id, **other)
+    assert refused.code == 2
+    assert "asks for MY_TOKEN of this environment" in refused.err
+
+
 def reason(project: Project) -> str:
     text: str = project.runs()[0]["reason"]
     return text
@@ -186,5 +201,8 @@ def test_gc_says_what_would_go_and_removes_it_only_when_told(project: Project, t
     assert {path.name for path in (project.host_root / "runs").iterdir()} == {theirs, living}
     assert not (project.folder / ".orch" / "runs" / run_id / "records").exists()
     assert project.orch("wait", run_id, "--json").json["verdict"]["is_good"]
+    (project.folder / ".orch" / "ledger.db").unlink()
+    assert "orch ledger rebuild" in project.orch("ps").err
     assert project.orch("ledger", "rebuild").code == 0
+    assert project.orch("ps").err == ""
     assert {row["run_id"]: row["verdict"] for row in project.runs()} == {run_id: "ok", living: None}

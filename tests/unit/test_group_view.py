@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from orchestrator.group_view import group_exit_code, group_json, group_notes, group_table, shown_metrics
+from orchestrator.group_view import (
+    group_exit_code,
+    group_json,
+    group_notes,
+    group_table,
+    group_tally,
+    shown_metrics,
+)
 from orchestrator.ledger import RunRow
 from orchestrator.lifecycle import Outcome, State, Verdict
 from orchestrator.runs import Report
@@ -51,6 +58,8 @@ def _report(run_id: str, verdict: str | None = "ok", **changes: Any) -> Report:
         ([_report("a", "altered"), _report("b", "failed")], 5),
         ([_report("a", "failed"), _report("b", retry_of="a")], 0),
         ([_report("a"), _report("b", "failed", retry_of="a")], 1),
+        ([_report("a", "failed"), _report("b", retry_of="a", is_adopted=True)], 1),
+        ([_report("a", "failed", is_adopted=True), _report("b", retry_of="a", is_adopted=True)], 0),
     ],
 )
 def test_the_exit_code_is_zero_only_when_every_run_that_counts_is_good(
@@ -58,6 +67,11 @@ def test_the_exit_code_is_zero_only_when_every_run_that_counts_is_good(
 ) -> None:
     assert group_exit_code(reports) == code
     assert group_json("g-1", reports)["exit_code"] == code
+
+
+def test_the_tally_counts_a_retry_in_the_place_of_what_it_retries() -> None:
+    assert group_tally([_report("a", "failed"), _report("b"), _report("c", retry_of="a")]) == "2 ok"
+    assert group_tally([_report("a"), _report("b", None, retry_of="a")]) == "1 running"
 
 
 def test_metrics_with_bounds_have_columns_or_else_those_that_differ_and_the_rest_is_counted() -> None:

@@ -186,7 +186,7 @@ def test_a_local_host_has_no_connection(tmp_path: Path, key: str) -> None:
 def test_a_containers_environment_is_imported_only_when_asked(tmp_path: Path) -> None:
     assert not _host(tmp_path).import_container_env
     assert _host(tmp_path, import_container_env=True).import_container_env
-    with pytest.raises(ConfigError, match="hosts.h.import_container_env"):
+    with pytest.raises(ConfigError, match=r"hosts\.h\.import_container_env"):
         _host(tmp_path, import_container_env="yes please")
 
 
