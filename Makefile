@@ -17,7 +17,7 @@ test:  ## run the whole suite, the supervisor's tests on Python 3.8 too
 	@tools/supervisor-tests.sh
 	.venv/bin/python -m pytest
 
-faults:  ## put in every fault there is, not a few of each kind (an hour)
+faults:  ## put in every fault there is, not a few of each kind (a quarter of an hour)
 	@tools/setup.sh openssh-server faketime
 	ORCH_FAULTS=all .venv/bin/python -m pytest tests/faults
 

@@ -126,7 +126,7 @@ def _row(
 def _find(workspace: Workspace, host_name: str, run_id: str) -> str:
     message = f"{host_name} has a run {run_id} whose job is not that of the run {run_id} here"
     folder = workspace.folder(run_id)
-    if not any(entry.get("message") == message for entry in folder.observations()):
+    if not any(entry.get("message") == message for entry in folder.notes()):
         folder.observe("finding", message=message)
     return message
 

@@ -14,7 +14,8 @@ from orchestrator.bundle import ObjectStore
 from orchestrator.errors import StorageError, UnknownName
 from orchestrator.holes import Hole
 from orchestrator.mirror_scan import Place, Scan
-from orchestrator.run_folder import NOTED_KINDS, Record, RunFolder, is_pin
+from orchestrator.pins import Pin, as_pin, newest_pins
+from orchestrator.run_folder import NOTED_KINDS, Record, RunFolder
 
 NOTHING_HERE = "nothing of this run is mirrored here; of one that is open `orch show` mirrors what there is"
 
@@ -52,13 +53,16 @@ class Check:
         return cls(name=name, status=Status.NOT_CHECKED, says=why)
 
 
-def arrived_seals(folder: RunFolder) -> frozenset[int]:
-    """Returns the numbers of the seals pinned so far: a mirror that is scanned afterwards has them all."""
-    return frozenset(folder.pins())
+def newest_arrived(folder: RunFolder) -> int:
+    """Returns the number of the newest seal pinned so far, -1 for none.
+
+    A mirror that is scanned afterwards has it and all before it.
+    """
+    return next((pin.seq for pin in newest_pins(folder)), -1)
 
 
 def local_checks(
-    folder: RunFolder, found: Scan, arrived: frozenset[int], store: ObjectStore, bundle_id: str
+    folder: RunFolder, found: Scan, arrived: int, store: ObjectStore, bundle_id: str
 ) -> list[Check]:
     """Returns what can be said from this machine alone; ``arrived`` was taken before the scan."""
     if not found.sizes:
@@ -75,29 +79,37 @@ def local_checks(
 
 
 def _noted(folder: RunFolder) -> Record | None:
-    return next((entry for entry in folder.observations() if entry.get("kind") in NOTED_KINDS), None)
+    return next((entry for entry in folder.notes() if entry.get("kind") in NOTED_KINDS), None)
 
 
-def check_pins(folder: RunFolder, found: Scan, arrived: frozenset[int]) -> Check:
+def check_pins(folder: RunFolder, found: Scan, arrived: int) -> Check:
     """Compares the seals that were pinned on arrival with what stands in their places now.
 
     While the run is pulled seals come after the scan, which are not asked for.
     """
-    name = "pinned seals"
-    if any(entry.get("kind") == "seal" and not is_pin(entry) for entry in folder.observations()):
-        return Check.wrong(name, f"{folder.path / 'observations.jsonl'} holds a pinned seal that is none")
-    pins = {seq: pin for seq, pin in folder.pins().items() if seq in arrived or seq in found.seals}
-    unpinned = sorted(seq for seq in found.seals if seq not in pins)
-    wrong = next(filter(None, (_pin_problem(seq, pin, found) for seq, pin in pins.items())), None)
-    if wrong is None and unpinned and pins and unpinned[0] < max(pins):
-        wrong = f"seal {unpinned[0]} is in the mirror but was never pinned", _seal_place(unpinned[0], found)
-    if wrong is not None:
-        return Check.wrong(name, *wrong)
-    if not pins and not unpinned:
+    name, newest, unpinned = "pinned seals", -1, set(found.seals)
+    for entry in folder.observations():
+        if entry.get("kind") != "seal":
+            continue
+        pin = as_pin(entry)
+        if pin is None:
+            return Check.wrong(name, f"{folder.observations_path} holds a pinned seal that is none")
+        if pin.seq > arrived and pin.seq not in found.seals:
+            continue
+        wrong = _pin_problem(pin, found)
+        if wrong is not None:
+            return Check.wrong(name, *wrong)
+        newest = max(newest, pin.seq)
+        unpinned.discard(pin.seq)
+    first = min(unpinned, default=newest)
+    if first < newest:
+        says = f"seal {first} is in the mirror but was never pinned"
+        return Check.wrong(name, says, _seal_place(first, found))
+    if not found.seals:
         return Check.open(name, "no seal has arrived yet")
     if unpinned:
-        return Check.open(name, f"{counted(len(unpinned), 'seal')} not pinned, the first is {unpinned[0]}")
-    return Check.right(name, f"{counted(len(pins), 'seal')} as pinned on arrival")
+        return Check.open(name, f"{counted(len(unpinned), 'seal')} not pinned, the first is {first}")
+    return Check.right(name, f"{counted(len(found.seals), 'seal')} as pinned on arrival")
 
 
 def check_job(first: Record | None, created: Record | None) -> Check:
@@ -190,16 +202,14 @@ def _seals(found: Scan) -> Check:
     return Check.right("seals", says)
 
 
-def _pin_problem(seq: int, pin: Record, found: Scan) -> tuple[str, Place | None] | None:
-    seal = found.seals.get(seq)
+def _pin_problem(pin: Pin, found: Scan) -> tuple[str, Place | None] | None:
+    seal = found.seals.get(pin.seq)
     if seal is None:
-        return f"the mirror lacks seal {seq}, which was pinned on arrival", None
-    if seal.sha256 != pin.get("sha256"):
-        return f"seal {seq} is not the one that was pinned on arrival", _seal_place(seq, found)
-    if [seal.segment, seal.start, seal.end] != [
-        pin.get(key) for key in ("segment", "line_start", "line_end")
-    ]:
-        return f"seal {seq} does not stand where it arrived", _seal_place(seq, found)
+        return f"the mirror lacks seal {pin.seq}, which was pinned on arrival", None
+    if seal.sha256 != pin.sha256:
+        return f"seal {pin.seq} is not the one that was pinned on arrival", _seal_place(pin.seq, found)
+    if (seal.segment, seal.start, seal.end) != (pin.segment, pin.start, pin.end):
+        return f"seal {pin.seq} does not stand where it arrived", _seal_place(pin.seq, found)
     return None
 
 

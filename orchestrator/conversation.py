@@ -87,6 +87,7 @@ class Conversation:
         self.hello: Mapping[str, Any] = {}
         self.clock: Offset | None = None
         self.host_end = (0, 0)
+        self.received_bytes = 0
 
     @classmethod
     def open(cls, transport: Transport, request: Mapping[str, Any]) -> Conversation:
@@ -254,6 +255,7 @@ class Conversation:
             ) from error
         if not data:
             raise self._ended()
+        self.received_bytes += len(data)
         self._buffer += data
 
     def _ended(self) -> OrchError:

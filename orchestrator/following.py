@@ -19,7 +19,7 @@ from orchestrator.conversation import Conversation, Cursor, Piece
 from orchestrator.errors import OrchError, Unreachable
 from orchestrator.inventory import Host
 from orchestrator.mirror import Mirror
-from orchestrator.mirror_reader import arriving_batches
+from orchestrator.mirror_reader import READ_BYTES, arriving_batches
 from orchestrator.run_folder import Record, RunFolder
 from orchestrator.transports import Transport, connect
 
@@ -97,13 +97,15 @@ class Following:
                 self._changed.wait(VIEW_WAIT_S)
                 self._changed.clear()
 
-    def batches(self, watcher: Watcher, start: Cursor | None = None) -> Iterator[list[Record]]:
+    def batches(
+        self, watcher: Watcher, start: Cursor | None = None, read_bytes: int = READ_BYTES
+    ) -> Iterator[list[Record]]:
         """Yields the same in batches, an empty one where nothing is new: the caller waits as it likes."""
         puller = self._puller
         if puller is None:
-            yield from arriving_batches(self._folder, lambda: True, start)
+            yield from arriving_batches(self._folder, lambda: True, start, read_bytes)
             return
-        for batch in arriving_batches(self._folder, lambda: puller.is_over, start):
+        for batch in arriving_batches(self._folder, lambda: puller.is_over, start, read_bytes):
             if not batch:
                 for message, pause_s in puller.take_notes():
                     if message is None:

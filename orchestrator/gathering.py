@@ -76,7 +76,7 @@ def _visit(workspace: Workspace, host: str, rows: Sequence[RunRow]) -> Offset:
 
 
 def _kept(workspace: Workspace, rows: Iterable[RunRow]) -> list[Offset]:
-    return [offset for row in rows for offset in clocks.kept(workspace.folder(row.run_id).observations())]
+    return [offset for row in rows for offset in clocks.kept(workspace.folder(row.run_id).notes())]
 
 
 def _is_worth_asking(row: RunRow, known: Iterable[Offset]) -> bool:

@@ -7,6 +7,7 @@ for the thread that asks. What the records mean, and what the ledger says of the
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from orchestrator.workspace import Workspace
 
 MOST_FOLLOWED_ON_A_HOST = 8
 MOST_WAITING_EVENTS = 256  # each at most a chunk of output
-JOIN_S = 12.0
+JOIN_S = 12.0  # for all threads together
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,9 +69,10 @@ class GroupFollowing:
 
     def __exit__(self, *_: object) -> None:
         self._leaving.set()
+        give_up_at = time.monotonic() + JOIN_S
         for thread in self._threads:
             if thread.is_alive():
-                thread.join(JOIN_S)
+                thread.join(max(0.0, give_up_at - time.monotonic()))
 
     def events(self) -> Iterator[Event | None]:
         """Yields what happens until all runs have been followed; None when nothing did for a moment."""
@@ -100,7 +102,8 @@ class GroupFollowing:
         error: OrchError | None = None
         try:
             folder = self._workspace.folder(run_id)
-            folder.wait_for_start()
+            folder.wait_for_start(self._leaving)
+            self.check_left()
             with Following(folder, host) as following:
                 for record in following.records(_Watcher(self, host.name, run_id)):
                     self.put(Event(run_id=run_id, record=record))

@@ -19,6 +19,7 @@ from orchestrator.lifecycle import MISSING
 from orchestrator.log_lines import LineAssembler, LogLine
 from orchestrator.log_view import line_json, utc
 from orchestrator.mirror_reader import read_records
+from orchestrator.pins import newest_pins
 from orchestrator.run_folder import Record, RunFolder
 from orchestrator.supervisor.seals import SEAL_LINE, Seal, SealBroken, SealChecker
 from orchestrator.text import printable, quoted
@@ -126,8 +127,8 @@ def seal_over(folder: RunFolder, seq: int) -> SealStanding:
         except SealBroken as broken:
             return SealStanding(problem=str(broken))
         if seals and seals[-1].seq > seq:
-            pin = folder.pins().get(seals[-1].seq)
-            if pin is not None and pin["sha256"] != seals[-1].sha256:
+            pin = next((pin for pin in newest_pins(folder) if pin.seq == seals[-1].seq), None)
+            if pin is not None and pin.sha256 != seals[-1].sha256:
                 return SealStanding(seal=seals[-1], problem="it is not the one that was pinned on arrival")
             return SealStanding(seal=seals[-1], is_pinned=pin is not None)
     return SealStanding()

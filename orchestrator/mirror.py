@@ -14,6 +14,7 @@ from typing import NoReturn, Self
 from orchestrator.conversation import Cursor, Cut, Piece
 from orchestrator.errors import ProtocolError, RecordsAltered, StorageError
 from orchestrator.holes import MOST_CUT_SEGMENTS, stub_after, stub_path
+from orchestrator.pins import newest_pins
 from orchestrator.run_folder import RunFolder
 from orchestrator.supervisor.cuts import MOST_STUB_BYTES
 from orchestrator.supervisor.seals import SEAL_LINE, SealBroken, SealChecker
@@ -34,7 +35,8 @@ class Mirror:
         self.cursor = Cursor()
         self._base = 0  # where the segment begins, as the checker counts
         self._checker = SealChecker(folder.run_id)
-        self._pins = folder.pins()
+        self._pins: dict[int, str] = {}  # of what a mirror that was cut short lacks, normally none
+        self._newest_seq = -1
         self._resume()
 
     @classmethod
@@ -105,15 +107,16 @@ class Mirror:
         Raises:
             RecordsAltered: what stands in a pinned seal's place is not that seal.
         """
-        for pin in reversed(list(self._pins.values())):
-            segment, start, end = pin["segment"], pin["line_start"], pin["line_end"]
-            if self._size(segment) < end:
+        for pin in newest_pins(self._folder):
+            self._pins.setdefault(pin.seq, pin.sha256)
+            if self._size(pin.segment) < pin.end:
                 continue
-            line = self._read(segment, start, end)
-            if f'"sha256":"{pin["sha256"]}"}}\n'.encode() not in line:
-                self._find(f"the mirror was altered: seal {pin['seq']} is not the one that was pinned")
-            self.cursor = Cursor(segment=segment, offset=end)
-            self._checker = SealChecker(self._folder.run_id, start=start, resume=True)
+            line = self._read(pin.segment, pin.start, pin.end)
+            if f'"sha256":"{pin.sha256}"}}\n'.encode() not in line:
+                self._find(f"the mirror was altered: seal {pin.seq} is not the one that was pinned")
+            self.cursor = Cursor(segment=pin.segment, offset=pin.end)
+            self._newest_seq = pin.seq
+            self._checker = SealChecker(self._folder.run_id, start=pin.start, resume=True)
             self._checker.feed(line)
             return
 
@@ -138,8 +141,7 @@ class Mirror:
         if seal is None or cut.through - cut.cursor.segment > MOST_CUT_SEGMENTS:
             raise ProtocolError(f"the stub of segment {cut.through} is no seal", host=self._host)
         sha256, seq = seal.group(4).decode(), int(seal.group(2))
-        pin = self._pins.get(seq)
-        if pin is not None and pin["sha256"] != sha256:
+        if self._pins.get(seq, sha256) != sha256:
             self._find(f"the host's seal {seq} is not the one that was pinned")
         path = stub_path(self._folder, cut.through)
         if path.exists() and path.read_bytes() != cut.stub:
@@ -149,6 +151,8 @@ class Mirror:
         last_line = self._read(at.segment, max(0, at.offset - len(cut.stub)), at.offset)
         if at.segment > cut.through or last_line == cut.stub:
             return
+        if seq <= self._newest_seq:
+            self._find(f"the host's stub is seal {seq}, but seal {self._newest_seq} is here already")
         self._write_stub(cut)
         self._folder.observe("cut", **self.cursor.as_json(), through=cut.through, seq=seq, sha256=sha256)
         self._jump(cut.through, cut.stub)
@@ -195,10 +199,11 @@ class Mirror:
             message = f"a record goes on for more than {MOST_LINE_BYTES} bytes, and no supervisor's does"
             raise ProtocolError(message, host=self._host)
         for seal in seals:
-            pin = self._pins.get(seal.seq)
-            if pin is not None and pin["sha256"] != seal.sha256:
+            self._newest_seq = seal.seq
+            pinned = self._pins.pop(seal.seq, None)
+            if pinned is not None and pinned != seal.sha256:
                 self._find(f"the host's seal {seal.seq} is not the one that was pinned")
-            if pin is not None:
+            if pinned is not None:
                 continue
             end = seal.end - self._base
             self._folder.observe(

@@ -10,12 +10,14 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator
+from itertools import takewhile
 from pathlib import Path
 
 from orchestrator.conversation import Cursor
 from orchestrator.errors import RecordsAltered
 from orchestrator.holes import Hole, cut_index, hole_after, is_complete, mirrored
 from orchestrator.lifecycle import MISSING
+from orchestrator.pins import Pin, in_place, newest_pins, pins
 from orchestrator.run_folder import Record, RunFolder
 from orchestrator.supervisor.seals import SealBroken, SealChecker
 
@@ -36,15 +38,16 @@ def read_records(folder: RunFolder) -> Iterator[Record]:
         yield from batch
 
 
-def checked_records(folder: RunFolder) -> Iterator[Record]:
+def checked_records(folder: RunFolder, read_bytes: int = READ_BYTES) -> Iterator[Record]:
     """Yields the mirrored records while checking them: numbers without a gap, seals, and the pinned ones.
 
     What is missing because of the run's limit is no gap, if a record of the run says that it was cut.
+    About ``read_bytes`` are in memory at a time.
 
     Raises:
         RecordsAltered: at the first thing that is not as it was; what was yielded before counts for nothing.
     """
-    reader, check = _Reader(folder, Cursor()), _Check(folder)
+    reader, check = _Reader(folder, Cursor(), read_bytes), _Check(folder)
     while part := reader.read(is_final=True):
         if isinstance(part, Hole):
             check.skip(part)
@@ -75,36 +78,36 @@ def check_end(folder: RunFolder, size_bytes: int = CHECKED_END_BYTES) -> None:
     Raises:
         RecordsAltered: a seal does not match, or a pinned one is not there.
     """
-    pins = list(folder.pins().values())
-    start = _pin_before_end(folder, pins, size_bytes)
     checker, at = SealChecker(folder.run_id), Cursor()
+    start = _pin_before_end(folder, size_bytes)
+    after = takewhile(lambda pin: start is None or pin.seq > start.seq, newest_pins(folder))
+    lacking = set(in_place(folder, after))  # no more than there are in these bytes
     if start is not None:
-        at = Cursor(segment=start["segment"], offset=start["line_start"])
+        at = Cursor(segment=start.segment, offset=start.start)
         checker = SealChecker(folder.run_id, start=at.offset, resume=True)
-    wanted = {pin["seq"]: pin["sha256"] for pin in pins if start is None or pin["seq"] > start["seq"]}
     for part in mirrored(folder, at):
         if isinstance(part, Hole):
             checker = part.checker(folder.run_id)
             continue
         try:
-            seals = checker.feed(part)
+            lacking.difference_update(seal.seq for seal in checker.feed(part))
         except SealBroken as broken:
             raise RecordsAltered(f"run {folder.run_id}: the mirror was altered: {broken}") from broken
-        for seal in seals:
-            if wanted.pop(seal.seq, seal.sha256) != seal.sha256:
-                raise RecordsAltered(f"run {folder.run_id}: seal {seal.seq} is not the pinned one")
-    if wanted:
-        raise RecordsAltered(f"run {folder.run_id}: the mirror lacks seal {min(wanted)}, which was here")
+    if lacking:
+        raise RecordsAltered(f"run {folder.run_id}: the mirror lacks seal {min(lacking)}, which was here")
 
 
 def arriving_batches(
-    folder: RunFolder, is_over: Callable[[], bool], start: Cursor | None = None
+    folder: RunFolder,
+    is_over: Callable[[], bool],
+    start: Cursor | None = None,
+    read_bytes: int = READ_BYTES,
 ) -> Iterator[list[Record]]:
     """Yields records as they arrive, an empty batch while nothing is new: the caller waits as it likes.
 
-    Ends when ``is_over()`` and nothing is left to read.
+    A batch is of about ``read_bytes``. Ends when ``is_over()`` and nothing is left to read.
     """
-    reader = _Reader(folder, start or Cursor())
+    reader = _Reader(folder, start or Cursor(), read_bytes)
     while True:
         over = is_over()  # asked first: what was mirrored before it was over is then seen by this pass
         batch = reader.batch(is_final=over)
@@ -160,14 +163,14 @@ def newest_batches(folder: RunFolder, until: Cursor) -> Iterator[Iterator[Record
             raise RecordsAltered(f"run {folder.run_id}: {missing} is missing from the mirror")
 
 
-def _pin_before_end(folder: RunFolder, pins: list[Record], size_bytes: int) -> Record | None:
+def _pin_before_end(folder: RunFolder, size_bytes: int) -> Pin | None:
     """Returns the last pin that has at least ``size_bytes`` of the mirror after it."""
     after: dict[int, int] = {}
     total = 0
     for index in reversed(_indexes(folder)):
         total += folder.segment(index).stat().st_size
         after[index] = total
-    known = (pin for pin in reversed(pins) if after.get(pin["segment"], 0) - pin["line_end"] >= size_bytes)
+    known = (pin for pin in newest_pins(folder) if after.get(pin.segment, 0) - pin.end >= size_bytes)
     return next(known, None)
 
 
@@ -192,9 +195,12 @@ class _Check:
     """What `checked_records` knows on its way; each method raises `RecordsAltered`."""
 
     def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
         self._run_id = folder.run_id
-        self._pins = folder.pins()
+        self._newest_pin = max(in_place(folder, pins(folder)), default=-1)
+        self._newest_seal = -1
         self._checker = SealChecker(folder.run_id)
+        self._holes: list[range] = []
         self._expected = 0
         self._missing_through = 0
         self._cut_through = 0
@@ -203,18 +209,17 @@ class _Check:
     def skip(self, hole: Hole) -> None:
         """Goes on after a hole."""
         self._checker = hole.checker(self._run_id)
+        self._holes.append(range(hole.first, hole.last + 1))
         self._expected, self._missing_through = hole.last + 1, hole.through
 
     def seals(self, lines: list[bytes]) -> None:
-        """Checks the seals in these lines, and against the pinned ones."""
+        """Checks the seals in these lines."""
         try:
             seals = self._checker.feed(b"".join(lines))
         except SealBroken as broken:
             raise RecordsAltered(f"run {self._run_id}: the mirror was altered: {broken}") from broken
-        for seal in seals:
-            pin = self._pins.pop(seal.seq, None)
-            if pin is not None and pin["sha256"] != seal.sha256:
-                raise RecordsAltered(f"run {self._run_id}: seal {seal.seq} is not the one that was pinned")
+        if seals:
+            self._newest_seal = seals[-1].seq
 
     def record(self, record: Record) -> None:
         """Checks a record's number, and takes word of what was cut."""
@@ -228,9 +233,12 @@ class _Check:
 
     def finish(self) -> None:
         """Asks whether all that should be here was."""
-        if self._pins:
-            says = f"the mirror ends before seal {min(self._pins)}, which was here"
+        if self._newest_seal < self._newest_pin:
+            says = f"the mirror ends before seal {self._newest_pin}, which was here"
             raise RecordsAltered(f"run {self._run_id}: {says}")
+        for pin in pins(self._folder) if self._holes else ():
+            if any(pin.seq in hole for hole in self._holes):
+                raise RecordsAltered(f"run {self._run_id}: seal {pin.seq}, which was here, is said to be cut")
         if self._has_ended and self._missing_through > self._cut_through:
             segment = f"segment {self._missing_through}"
             raise RecordsAltered(
@@ -241,8 +249,9 @@ class _Check:
 class _Reader:
     """Reads complete lines from where it was."""
 
-    def __init__(self, folder: RunFolder, start: Cursor) -> None:
+    def __init__(self, folder: RunFolder, start: Cursor, read_bytes: int = READ_BYTES) -> None:
         self._folder = folder
+        self._read_bytes = read_bytes
         self._index = start.segment
         self._offset = start.offset
         self._rest = b""
@@ -266,7 +275,7 @@ class _Reader:
             try:
                 with self._folder.segment(self._index).open("rb") as file:
                     file.seek(self._offset)
-                    data = file.read(READ_BYTES)
+                    data = file.read(self._read_bytes)
             except FileNotFoundError:
                 return []
             if not data:

@@ -70,7 +70,7 @@ def _rows(home: Path) -> tuple[list[RunRow], dict[str, str]]:
 
 def _row(folder: RunFolder) -> RunRow:
     noted: dict[str, Record] = {}
-    for entry in folder.observations():
+    for entry in folder.notes():
         kind = str(entry.get("kind"))
         if kind not in NOTED_KINDS or kind not in noted:  # the first note of a run's job, the last verdict
             noted[kind] = entry

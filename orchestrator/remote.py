@@ -13,11 +13,14 @@ from typing import Any
 from orchestrator.clocks import Offset
 from orchestrator.conversation import ANSWER_TIMEOUT_S, Conversation, Cursor, Objects
 from orchestrator.errors import ProtocolError
+from orchestrator.supervisor.digests import BLOCK_BYTES
 from orchestrator.text import printable
 from orchestrator.transports.base import Transport
 
 PAGE_TIMEOUT_S = 600.0  # a large folder takes its time to measure and to delete
 CLOCK_TRIPS = 5
+MOST_TOLD = 200_000  # entries of an answer: runs of a host, or 12 TiB of one run's segments
+MOST_TOLD_BYTES = 256 * 1024 * 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,10 +116,13 @@ def start(
     talk = Conversation.open(transport, request)
     try:
         need = talk.reply(need=list)["need"]
-        if not set(map(str, need)) <= {entry[3] for entry in entries}:
+        asked = set(map(str, need))
+        if not asked <= {entry[3] for entry in entries}:
             raise ProtocolError(
                 "the host asks for files that are not in the bundle", host=transport.host.name
             )
+        if len(asked) != len(need):
+            raise ProtocolError("the host asks for a file more than once", host=transport.host.name)
         sent = sum(talk.send_object(sha256, objects) for sha256 in need)
         answer = talk.reply(started=bool)
     except BaseException:
@@ -200,6 +206,7 @@ def _pages(transport: Transport, request: Mapping[str, Any]) -> list[dict[str, A
             if not isinstance(page, list) or not all(isinstance(item, dict) for item in page):
                 raise ProtocolError("a page of the host's answer is none", host=transport.host.name)
             found.extend(page)
+            _bound(talk, transport, len(found))
     return found
 
 
@@ -224,7 +231,11 @@ def digests(
                 message = f"the digests of a segment are not readable: {error}"
                 raise ProtocolError(message, host=transport.host.name) from error
             earlier = segments.get(index, SegmentDigest()).blocks
+            if (index in segments and not blocks) or len(earlier + blocks) > _block_count(sizes, index):
+                message = f"the host tells more of segment {index} than it was asked for"
+                raise ProtocolError(message, host=transport.host.name)
             segments[index] = SegmentDigest(size_bytes=size, blocks=earlier + blocks)
+            _bound(talk, transport, len(segments))
     try:
         told_cut = told.get("cut")
         return Digests(
@@ -236,6 +247,17 @@ def digests(
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         message = f"the digests of the code are not readable: {error}"
         raise ProtocolError(message, host=transport.host.name) from error
+
+
+def _block_count(sizes: Sequence[int], index: int) -> int:
+    return -(-sizes[index] // BLOCK_BYTES) if 0 <= index < len(sizes) else 0
+
+
+def _bound(talk: Conversation, transport: Transport, count: int) -> None:
+    """Refuses an answer of several frames that has become too long."""
+    if count > MOST_TOLD or talk.received_bytes > MOST_TOLD_BYTES:
+        message = f"the host's answer has no end: {count} entries in {talk.received_bytes} bytes so far"
+        raise ProtocolError(message, host=transport.host.name)
 
 
 def _bundle_state(told: Mapping[str, Any] | None) -> BundleState | None:

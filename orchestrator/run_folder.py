@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from orchestrator.errors import StorageError
@@ -25,6 +26,8 @@ NOTED_KINDS = ("created", "adopted")  # which hold the job
 KEPT_KINDS = frozenset({"created", "adopted", "started", "cancel", "verdict", "finding", "clock", "removed"})
 
 START_POLL_S = 0.05
+_SEAL_MARK = b'"kind": "seal"'  # as `RunFolder.observe` writes it
+_MARK_WITHIN_BYTES = 48
 
 
 class RunFolder:
@@ -34,6 +37,7 @@ class RunFolder:
         self.run_id = run_id
         self.path = home / "runs" / run_id
         self.records = self.path / "records"
+        self.observations_path = self.path / "observations.jsonl"
 
     def make(self) -> None:
         """Makes the folders that are not there, each of them private."""
@@ -49,7 +53,7 @@ class RunFolder:
         line = json.dumps({"t": round(time.time(), 6), "kind": kind, **fields}) + "\n"
         with self._storing(f"note {kind!r}"):
             self.make()
-            fd = os.open(self.path / "observations.jsonl", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+            fd = os.open(self.observations_path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
             with os.fdopen(fd, "ab", buffering=0) as file:
                 size = file.tell()
                 is_cut = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
@@ -58,34 +62,36 @@ class RunFolder:
                     view = view[file.write(view) :]
 
     def observations(self) -> Iterator[Record]:
-        """Yields the observations in order; a line cut by a crash or a full disk is passed over."""
-        try:
-            text = (self.path / "observations.jsonl").read_bytes()
-        except FileNotFoundError:
-            return
-        for line in text.splitlines():
-            try:
-                entry = json.loads(line)
-            except ValueError:
+        """Yields the observations that are there now, in order.
+
+        A line cut by a crash or a full disk is passed over.
+        """
+        return (entry for line in self._observed_lines() if (entry := parse_observation(line)) is not None)
+
+    def notes(self) -> Iterator[Record]:
+        """Yields the same but for the pinned seals, which are nearly all of a long run's."""
+        for line in self._observed_lines():
+            if _SEAL_MARK in line[:_MARK_WITHIN_BYTES]:  # not parsed at all
                 continue
-            if isinstance(entry, dict):
+            entry = parse_observation(line)
+            if entry is not None and entry.get("kind") != "seal":
                 yield entry
 
     def forget_seals(self) -> None:
         """Replaces the observations by those that stay when the records are removed on purpose."""
-        kept = [entry for entry in self.observations() if entry.get("kind") in KEPT_KINDS]
+        kept = [entry for entry in self.notes() if entry.get("kind") in KEPT_KINDS]
         new = self.path / "observations.jsonl.new"
         lines = [json.dumps(entry) + "\n" for entry in (*kept, {"t": time.time(), "kind": "removed"})]
         with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             file.writelines(lines)
             file.flush()
             os.fsync(file.fileno())
-        new.rename(self.path / "observations.jsonl")
+        new.rename(self.observations_path)
 
     @property
     def was_removed(self) -> bool:
         """Its records were removed here on purpose; of what they said the ledger keeps the verdict."""
-        return any(entry.get("kind") == "removed" for entry in self.observations())
+        return any(entry.get("kind") == "removed" for entry in self.notes())
 
     @contextmanager
     def starting(self) -> Iterator[None]:
@@ -146,13 +152,14 @@ class RunFolder:
         """Somebody on this machine is starting the run now."""
         return is_held(str(self.path / "start.lock"))
 
-    def wait_for_start(self) -> None:
-        """Returns when nobody on this machine is starting the run any more.
+    def wait_for_start(self, leaving: Event | None = None) -> None:
+        """Returns when nobody on this machine is starting the run any more, or ``leaving`` is set.
 
         It does not queue for the lock: that is one for a whole group, whose other runs may take longer.
         """
-        while self.is_starting:
-            time.sleep(START_POLL_S)
+        leaving = leaving or Event()
+        while self.is_starting and not leaving.wait(START_POLL_S):
+            pass
 
     def stopped_puller(self) -> int | None:
         """Returns the process id of a command here that pulls the run and is stopped (SIGSTOP, Ctrl-Z)."""
@@ -167,14 +174,21 @@ class RunFolder:
             return None
         return None
 
-    def pins(self) -> dict[int, Record]:
-        """Returns the seals that were pinned on arrival, by their sequence numbers, in order."""
-        found = [entry for entry in self.observations() if is_pin(entry)]
-        return {entry["seq"]: entry for entry in found}
-
     def segment(self, index: int) -> Path:
         """Returns a segment's path."""
         return self.records / segment_name(index)
+
+    def _observed_lines(self) -> Iterator[bytes]:
+        """Yields the lines that are there when the first is asked for, one in memory at a time."""
+        try:
+            file = self.observations_path.open("rb")
+        except FileNotFoundError:
+            return
+        with file:
+            left = os.fstat(file.fileno()).st_size
+            while left > 0 and (line := file.readline(left)):
+                left -= len(line)
+                yield line
 
     @contextmanager
     def _storing(self, what: str) -> Iterator[None]:
@@ -194,8 +208,10 @@ def starting_together(folders: Sequence[RunFolder]) -> Iterator[None]:
         yield
 
 
-def is_pin(entry: Record) -> bool:
-    """An observation is a seal that was pinned, with its place and hash."""
-    numbers = (entry.get(name) for name in ("seq", "segment", "line_start", "line_end"))
-    is_whole = all(type(number) is int for number in numbers) and isinstance(entry.get("sha256"), str)
-    return is_whole and entry.get("kind") == "seal"
+def parse_observation(line: bytes) -> Record | None:
+    """Returns a line of observations.jsonl; None where it is none."""
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return entry if isinstance(entry, dict) else None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from orchestrator import remote
 from orchestrator.bundle import Bundle, ObjectStore
-from orchestrator.checks import NOTHING_HERE, Check, Status, arrived_seals, counted, local_checks
+from orchestrator.checks import NOTHING_HERE, Check, Status, counted, local_checks, newest_arrived
 from orchestrator.conversation import Cursor, Piece
 from orchestrator.errors import HostError, OrchError, RecordsAltered, StorageError, UnknownName
 from orchestrator.mirror_scan import Place, Scan, place_at, scan
@@ -69,8 +69,8 @@ def host_checks(
         entries = [[entry.path, entry.mode, entry.size_bytes, entry.sha256] for entry in manifest.entries]
     told = remote.digests(transport, folder.run_id, found.sizes, bundle_id, entries)
     records = _host_records(transport, folder, found, told)
-    if not found.sizes and not told.segments:
-        why = "the run has not started there"
+    if not told.segments and not (found.sizes and told.exists):
+        why = "the run is not there" if found.sizes else "the run has not started there"
         return [records, Check.open("host's code", why), Check.open("host's objects", why)]
     return [records, *check_code(told.bundle)]
 
@@ -121,7 +121,7 @@ def first_difference(
 
 def _verify(workspace: Workspace, folder: RunFolder) -> Verification:
     row = workspace.ledger.get(folder.run_id)
-    arrived = arrived_seals(folder)
+    arrived = newest_arrived(folder)
     found = scan(folder)
     checks = local_checks(folder, found, arrived, workspace.store, row.bundle)
     manifest = _manifest(workspace.store, row.bundle)

@@ -59,7 +59,7 @@ def runs_table(
             plain(row.verdict or "-", style=_style(row)),
             plain(_duration(now_t - row.created_t)),
             plain(took(row, now_t)),
-            plain(_commit(row.commit_id, is_dirty=row.dirty)[:13]),
+            plain(short_commit(row.commit_id, is_dirty=row.dirty)[:13]),
         )
     return table
 
@@ -237,7 +237,8 @@ def _address(host: Host) -> str:
     return "-" if host.transport == "local" else f"{user}{host.address}{port}"
 
 
-def _commit(commit: str | None, *, is_dirty: bool) -> str:
+def short_commit(commit: str | None, *, is_dirty: bool) -> str:
+    """Returns the beginning of a commit's id, with a star where the files are not what it holds."""
     return "none" if commit is None else f"{commit[:12]}{'*' if is_dirty else ''}"
 
 
@@ -296,7 +297,9 @@ def _gib(size_bytes: int) -> str:
 
 def _times(row: RunRow) -> str:
     started = "" if row.started_t is None else f", started {_clock(row.started_t)}"
-    ended = "" if row.ended_t is None else f", ended {_clock(row.ended_t)} after {took(row, row.ended_t)}"
+    ended = "" if row.ended_t is None else f", ended {_clock(row.ended_t)}"
+    if row.started_t is not None and row.ended_t is not None:
+        ended += f" after {took(row, row.ended_t)}"
     return f"created {_clock(row.created_t)}{started}{ended}"
 
 

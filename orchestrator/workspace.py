@@ -34,12 +34,16 @@ def find_home(inventory: Path | None = None, home: Path | None = None) -> tuple[
 
 @dataclass(frozen=True, kw_only=True)
 class Workspace:
-    """One project on this machine: its inventory, and the folder where its runs are kept."""
+    """One project on this machine: its inventory, and the folder where its runs are kept.
+
+    ``lost_ledger``: there were runs and no ledger, and the new one knows none of them.
+    """
 
     inventory: Inventory
     home: Path
     ledger: Ledger
     store: ObjectStore
+    lost_ledger: bool = False
 
     @classmethod
     def open(cls, inventory: Path | None = None, home: Path | None = None) -> Self:
@@ -51,8 +55,14 @@ class Workspace:
             StorageError: the folder or the ledger cannot be used.
         """
         loaded, folder = find_home(inventory, home)
+        ledger = folder / "ledger.db"
+        lost_ledger = not ledger.exists() and any((folder / "runs").glob("*"))
         return cls(
-            inventory=loaded, home=folder, ledger=Ledger.open(folder / "ledger.db"), store=ObjectStore(folder)
+            inventory=loaded,
+            home=folder,
+            ledger=Ledger.open(ledger),
+            store=ObjectStore(folder),
+            lost_ledger=lost_ledger,
         )
 
     @property

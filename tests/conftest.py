@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.project import Project
+
 IN_CI = os.environ.get("CI") == "true"
 
 # A person's shell decides nothing here, but for CUDA_VISIBLE_DEVICES, the card that GPU tests may use.
@@ -41,6 +43,14 @@ def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
     folder = tmp_path_factory.mktemp("home")
     monkeypatch.setenv("HOME", str(folder))
     return folder
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Iterator[Project]:
+    """A project whose host ``here`` is this machine; nothing of it runs on afterwards."""
+    project = Project(tmp_path / "my project")
+    yield project
+    project.end_all()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -7,7 +7,8 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,14 @@ class Project:
         return "".join(
             record["text"] for record in records if record["kind"] == "out" and record["stream"] == stream
         )
+
+
+def wait_until(is_so: Callable[[], Any], what: str) -> None:
+    """Returns when ``is_so()``; fails after half a minute."""
+    end = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < end, f"waited too long for {what}"
+        time.sleep(0.02)
 
 
 def _segments(folder: Path) -> bytes:

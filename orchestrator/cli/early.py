@@ -36,7 +36,7 @@ def connect_early(command: str, arguments: Sequence[str]) -> None:
 
 def _values(arguments: Sequence[str], option: str) -> Iterator[str]:
     """Yields what follows ``option``, as a word of its own or after an equals sign."""
-    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for word, following in zip(arguments, [*arguments, ""][1:], strict=True):
         if word == option:
             yield following
         elif word.startswith(f"{option}="):

@@ -8,11 +8,17 @@ from typing import Any
 import click
 
 from orchestrator.adhoc import ProgramOptions, command_experiment
-from orchestrator.cli.options import inventory_option, json_option, open_workspace, program_options
+from orchestrator.cli.options import (
+    ProgramCommand,
+    inventory_option,
+    json_option,
+    open_workspace,
+    program_options,
+)
 from orchestrator.cli.run import run_one
 
 
-@click.command(name="exec")
+@click.command(name="exec", cls=ProgramCommand)
 @click.argument("host_name", metavar="HOST")
 @click.argument("argv", metavar="-- COMMAND [ARGS]...", nargs=-1, required=True, type=click.UNPROCESSED)
 @program_options

@@ -74,8 +74,8 @@ def gc(
     """Remove what ended runs left: their folders on hosts, their mirrors here, and what nobody needs then.
 
     Only says what would go unless --yes is given. Without --host and --home all hosts and this machine are
-    looked at. A run that lives, waits, has processes left or ended a moment ago stays in any case; from a
-    host only what is whole here goes. The ledger keeps every row and verdict.
+    looked at. A run that lives, waits or has processes left stays in any case; from a host only what is whole
+    here goes, ten minutes after its end at the earliest. The ledger keeps every row and verdict.
     """
     with open_workspace(inventory) as workspace:
         policy = cleaning.Policy(older_than_s=parse_duration(older_than), keep=keep, unmirrored=unmirrored)
@@ -98,7 +98,7 @@ def ledger() -> None:
     """The index of all runs that this machine knows."""
 
 
-@ledger.command()
+@ledger.command(short_help="Make the ledger anew; the old file stays.")
 @inventory_option
 @json_option
 def rebuild(inventory: Path | None, as_json: bool) -> int:

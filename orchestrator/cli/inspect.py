@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +16,9 @@ from orchestrator.cli.options import inventory_option, json_option, open_workspa
 from orchestrator.cli.run import RunWatcher, finish
 from orchestrator.cli.terminal import Screen
 from orchestrator.cli.terminal import show as show_table
-from orchestrator.errors import HostError, RecordsAltered, StorageError
+from orchestrator.errors import HostError, RecordsAltered, StorageError, UsageError
+from orchestrator.fields import parse_grace
 from orchestrator.workspace import Workspace
-
-MOST_GRACE_S = 7 * 86400
 
 
 @click.command()
@@ -71,10 +69,11 @@ def wait(run: str, inventory: Path | None, as_json: bool) -> int:
             return say_goodbye(left, run_id)
 
 
-def _finite(_ctx: click.Context, _param: click.Parameter, value: float | None) -> float | None:
-    if value is not None and not math.isfinite(value):
-        raise click.BadParameter("must be a number of seconds")
-    return value
+def _grace_s(_ctx: click.Context, _param: click.Parameter, value: str | None) -> float | None:
+    try:
+        return None if value is None else parse_grace(value)
+    except UsageError as error:
+        raise click.BadParameter(str(error)) from None
 
 
 @click.command()
@@ -82,10 +81,9 @@ def _finite(_ctx: click.Context, _param: click.Parameter, value: float | None) -
 @click.option(
     "--grace",
     "grace_s",
-    type=click.FloatRange(0, MOST_GRACE_S),
-    callback=_finite,
-    metavar="SECONDS",
-    help="Time to save before SIGKILL.",
+    callback=_grace_s,
+    metavar="TIME",
+    help="From SIGTERM to SIGKILL; default: the run's own.",
 )
 @inventory_option
 @json_option

@@ -54,12 +54,14 @@ def say_goodbye(
 
     ``what``: the id is that of a run or of a group. Returns the exit code.
     """
-    _write(f"left the view; {done} {what} {run_id}. Come back with: {come_back} {run_id}")
+    text = f"left the view; {done} {what} {run_id}. Come back with: {come_back} {run_id}"
     if cancel is None or left.exit_code != 128 + signal.SIGINT or not sys.stderr.isatty():
+        _write(text)
         return left.exit_code
-    _write(f"press Ctrl-C again within {SECOND_CHANCE_S:g} s to cancel it")
     try:
-        with leaving():
+        with leaving():  # before it is offered
+            _write(text)
+            _write(f"press Ctrl-C again within {SECOND_CHANCE_S:g} s to cancel it")
             time.sleep(SECOND_CHANCE_S)
     except Left:
         _write(f"cancelling {what} {run_id}")

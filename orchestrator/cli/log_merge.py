@@ -16,7 +16,7 @@ from orchestrator.cli.log_output import TURNS, waits_for
 from orchestrator.cli.terminal import Screen
 from orchestrator.clocks import Offset
 from orchestrator.conversation import Cursor
-from orchestrator.errors import OrchError, RecordsAltered
+from orchestrator.errors import OrchError, RecordsAltered, UnknownName
 from orchestrator.following import VIEW_WAIT_S, Watcher
 from orchestrator.gathering import gather
 from orchestrator.log_filter import LineFilter
@@ -24,11 +24,20 @@ from orchestrator.log_lines import LineAssembler, select
 from orchestrator.log_tail import tail
 from orchestrator.log_view import line_json, render, turn_note
 from orchestrator.merging import LiveMerge, Placed, RunLines, merge
-from orchestrator.mirror_reader import check_end, checked_records, end_position, newest_batches
-from orchestrator.run_folder import Record
+from orchestrator.mirror_reader import (
+    READ_BYTES,
+    arriving_batches,
+    check_end,
+    checked_records,
+    end_position,
+    newest_batches,
+)
+from orchestrator.run_folder import Record, RunFolder
 from orchestrator.workspace import Workspace
 
 MOST_FOLLOWED = 16
+MOST_READ_BYTES = 16 * 1024 * 1024  # of all runs at a time; parsed they take several times as much
+LEAST_READ_BYTES = 4 * 1024
 
 
 def runs_of(workspace: Workspace, texts: Sequence[str]) -> list[str]:
@@ -75,8 +84,8 @@ class MergedView:
         """Shows what there is, as new as the hosts can tell."""
         self._gather()
         if count is None:
-            parts = [self._lines(run).read(checked_records(self._folders[run])) for run in self._numbers]
-            self._write(merge(parts))
+            records = [checked_records(folder, self._read_bytes) for folder in self._folders]
+            self._write(merge(self._lines(run).read(records[run]) for run in self._numbers))
         else:
             for lines, _ in self._show_last(count):
                 self._write(lines.flush())
@@ -105,6 +114,11 @@ class MergedView:
     def _numbers(self) -> range:
         return range(len(self._run_ids))
 
+    @property
+    def _read_bytes(self) -> int:
+        """How much of each run is read at a time: the more runs, the less."""
+        return min(READ_BYTES, max(LEAST_READ_BYTES, MOST_READ_BYTES // len(self._run_ids)))
+
     def _gather(self) -> None:
         gathered = gather(self._workspace, self._run_ids)
         self._offsets = [gathered.offsets[run_id] for run_id in self._run_ids]
@@ -132,7 +146,8 @@ class MergedView:
 
     def _show_last(self, count: int) -> list[tuple[RunLines, Cursor]]:
         """Writes the last lines of all runs together; returns where and with what each goes on."""
-        starts, last = [], []
+        starts: list[tuple[RunLines, Cursor]] = []
+        last: list[Placed] = []
         for run in self._numbers:
             folder = self._folders[run]
             check_end(folder)
@@ -148,13 +163,14 @@ class MergedView:
                 matches=self._wanted_by(run),
             )
             lines = self._lines(run, assembler)
-            last.append(list(lines.place(found)))
+            last = list(merge([last, lines.place(found)]))[-count:] if count else []
             starts.append((lines, until))
-        self._write(list(merge(last))[-count:] if count else ())
+        self._write(last)
         return starts
 
     def _follow(self, stack: ExitStack, to_come: deque[tuple[RunLines, Cursor]]) -> int:
-        changed, live, watcher, code = threading.Event(), LiveMerge(), _Watcher(self.screen), 0
+        changed, live, code, began_s = threading.Event(), LiveMerge(), 0, time.monotonic()
+        watchers = {host: HostWatcher(self.screen, host) for host in self._hosts}
         pulled: set[int] = set()
         while live.count or to_come:
             for _ in range(len(to_come)):
@@ -164,20 +180,32 @@ class MergedView:
                 if must_wait and not is_settled:
                     to_come.append((lines, start))
                     continue
-                following = runs.follow(self._workspace, self._run_ids[lines.run], changed)
-                stack.enter_context(following)
                 if not is_settled:
                     pulled.add(lines.run)
-                live.add(lines, self._batches(lines.run, following.batches(watcher, start)))
+                batches = self._opened(stack, lines.run, start, changed, watchers[self._hosts[lines.run]])
+                live.add(lines, self._batches(lines.run, batches))
             self._write(live.ready())
             for run, error in live.take_ended():
                 pulled.discard(run)
-                code = code or self._conclude(run, error)
+                its_code = self._conclude(run, error)
+                code = code or its_code
             self.screen.flush()
-            watcher.show(live.count + len(to_come))
+            seconds, count = int(time.monotonic() - began_s), live.count + len(to_come)
+            self.screen.status(f"{count} runs go on · {seconds // 60}:{seconds % 60:02}")
             changed.wait(live.wait_s(VIEW_WAIT_S))
             changed.clear()
         return code
+
+    def _opened(
+        self, stack: ExitStack, run: int, start: Cursor, changed: threading.Event, watcher: Watcher
+    ) -> Iterator[list[Record]]:
+        """Opens the follow of a run; where its host is not known what is mirrored comes, then the error."""
+        try:
+            following = runs.follow(self._workspace, self._run_ids[run], changed)
+        except UnknownName as error:
+            return _mirrored_only(self._folders[run], start, self._read_bytes, error)
+        stack.enter_context(following)
+        return following.batches(watcher, start, self._read_bytes)
 
     def _batches(self, run: int, batches: Iterable[list[Record]]) -> Iterator[list[Record]]:
         """Says on the way whether the run waits for its turn."""
@@ -227,27 +255,29 @@ class MergedView:
             screen.line(row)
 
 
-class _Watcher(Watcher):
-    """Says once of each host that it cannot be reached, whatever number of runs are followed there."""
+class HostWatcher(Watcher):
+    """Says once of one host that it cannot be reached, whatever number of runs are followed there."""
 
-    def __init__(self, screen: Screen) -> None:
+    def __init__(self, screen: Screen, host: str) -> None:
         self._screen = screen
-        self._cut: set[str] = set()
-        self._since_s = time.monotonic()
+        self._host = host
+        self._said: set[str] = set()
 
     def unreachable(self, message: str, retry_in_s: float) -> None:  # noqa: ARG002  (the interface's)
         """Says it with the first message of its kind."""
-        if message not in self._cut:
+        if message not in self._said:
             self._screen.note(f"{message}; the run goes on over there, trying again")
-        self._cut.add(message)
+        self._said.add(message)
 
     def reachable(self) -> None:
         """Says that it is over."""
-        if self._cut:
-            self._screen.note("connected again")
-        self._cut.clear()
+        if self._said:
+            self._screen.note(f"{self._host}: connected again")
+        self._said.clear()
 
-    def show(self, count: int) -> None:
-        """Keeps the status line up to date."""
-        seconds = int(time.monotonic() - self._since_s)
-        self._screen.status(f"{count} runs go on · {seconds // 60}:{seconds % 60:02}")
+
+def _mirrored_only(
+    folder: RunFolder, start: Cursor, read_bytes: int, error: OrchError
+) -> Iterator[list[Record]]:
+    yield from arriving_batches(folder, lambda: True, start, read_bytes)
+    raise error

@@ -109,8 +109,7 @@ def main() -> NoReturn:
         error.show()
         sys.exit(2)
     except click.UsageError as error:
-        command = error.ctx.command_path if error.ctx else "orch"
-        _fail(f"{printable(error.format_message())} (see {command} --help)", 2)
+        _fail(f"{printable(error.format_message())} (see {_called(error)} --help)", 2)
     except click.Abort:
         sys.exit(130)
     except OrchError as error:
@@ -137,6 +136,13 @@ def _prepare_streams() -> None:
             stream = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115  (as long as we live)
             setattr(sys, name, stream)
         stream.reconfigure(errors="backslashreplace")
+
+
+def _called(error: click.UsageError) -> str:
+    """Returns the command that refuses its words; click's parser does not always say."""
+    if error.ctx:
+        return error.ctx.command_path
+    return " ".join(["orch", *(word for word in sys.argv[1:2] if word in COMMANDS)])
 
 
 def leave_stdout() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from orchestrator.cli.terminal import Screen
 from orchestrator.workspace import Workspace
 
 Command = Callable[..., Any]
@@ -37,11 +38,29 @@ def program_options(command: Command) -> Command:
     return command
 
 
+class ProgramCommand(click.Command):
+    """A command with another program's words behind ``--``: says so where an option may be one of those."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parses as any command does."""
+        words = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            is_near = error.possibilities and not any(word.endswith(".py") for word in words)
+            if "--" not in words and not is_near:
+                error.possibilities = None
+                error.message = f"{error.message.rstrip('.')}; a program's own options go behind --"
+            raise
+
+
 @contextmanager
 def open_workspace(inventory: Path | None) -> Iterator[Workspace]:
     """Opens the project that ``--inventory`` and ORCH_HOME name."""
     home = os.environ.get("ORCH_HOME")
     workspace = Workspace.open(inventory, Path(home) if home else None)
+    if workspace.lost_ledger:
+        Screen().note(f"{workspace.home}: the ledger is gone, runs are there; see: orch ledger rebuild")
     try:
         yield workspace
     finally:

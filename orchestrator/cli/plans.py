@@ -10,6 +10,7 @@ from orchestrator.bundle import Bundle
 from orchestrator.job import program_of
 from orchestrator.starting import Plan
 from orchestrator.text import printable
+from orchestrator.views import short_commit
 
 SHOWN_NAMES = 3
 
@@ -22,7 +23,7 @@ def bundle_line(bundle: Bundle) -> str:
         (*bundle.excluded[:SHOWN_NAMES], *(["…"] if len(bundle.excluded) > SHOWN_NAMES else []))
     )
     excluded = f"; left out by rule: {names}" if names else ""
-    commit = (bundle.provenance.commit or "no commit")[:12] + ("*" if bundle.provenance.dirty else "")
+    commit = short_commit(bundle.provenance.commit, is_dirty=bundle.provenance.dirty)
     size = f"{len(bundle.entries)} files, {bundle.size_bytes} bytes{excluded}"
     return f"bundle {bundle.id[:12]} ({size}), commit {commit}"
 

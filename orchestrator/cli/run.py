@@ -18,6 +18,7 @@ from orchestrator import runs, starting, views
 from orchestrator.adhoc import ProgramOptions, script_experiment
 from orchestrator.cli.leaving import Left, leaving, say_goodbye
 from orchestrator.cli.options import (
+    ProgramCommand,
     inventory_option,
     json_option,
     open_workspace,
@@ -42,7 +43,7 @@ EXIT_BAD_VERDICT = 1
 EXIT_HOST_FAULT = 3
 
 
-@click.command()
+@click.command(cls=ProgramCommand)
 @click.argument("experiment", metavar="FILE", type=click.Path(path_type=Path))
 @click.argument("args", metavar="[-- ARGS]...", nargs=-1, type=click.UNPROCESSED)
 @click.option("--host", "host_names", multiple=True, metavar="NAME", help="A host; repeat it for several.")

@@ -49,8 +49,21 @@ def clean(root: str, chosen: Sequence[Item], is_real: bool) -> Iterator[List[Ite
         yield [_item("folder", name, 0, "it is a link, and nothing behind it was touched")]
     if links:
         return
-    if is_real:
+    if not is_real:
+        yield from _clean(root, runs, is_real=False)
+        return
+    fd = _take_removing(root)
+    if fd is None:
+        yield [_item("folder", "removing", 0, "another `orch gc` is at work here; wait for it")]
+        return
+    try:
         yield list(_sweep_removing(root))
+        yield from _clean(root, runs, is_real=True)
+    finally:
+        os.close(fd)
+
+
+def _clean(root: str, runs: Sequence[Tuple[RunDir, Any]], is_real: bool) -> Iterator[List[Item]]:
     gone = set()
     page = []
     for run, end in runs:
@@ -74,7 +87,10 @@ def _remove_run(root: str, run: RunDir, end: Optional[List[int]], is_real: bool)
     size = _size(run.path)
     if not is_real:
         return size, "it is alive" if run.is_alive else _why_not(run, end)
-    fd = os.open(run.lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fd = os.open(run.lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        return size, "its lock cannot be taken: %s" % error
     try:
         if not locks.take(fd, exclusive=True, patience_s=1.0):
             return size, "it is alive"
@@ -181,7 +197,7 @@ def _has_tickets(root: str, path: str) -> bool:
     """Tells whether a ticket is held, or something of its run is left."""
     for name in os.listdir(path):
         run_id = name.split("-", 2)[-1]
-        if name == "lock" or run_id.startswith("."):
+        if name == "lock" or not run_id or run_id.startswith("."):
             continue
         if locks.is_held(os.path.join(path, name)) or RunDir(root, run_id).tree().members():
             return True
@@ -194,10 +210,19 @@ def _sweep_removing(root: str) -> Iterator[Item]:
         yield _item("leftover", name, _size(path), _delete(path))
 
 
-def _put_aside(root: str, path: str) -> str:
+def _take_removing(root: str) -> Optional[int]:
+    """Returns a descriptor that keeps others from deleting what is put aside; None while they do."""
     folder = os.path.join(root, "removing")
     os.makedirs(folder, mode=0o700, exist_ok=True)
-    aside = os.path.join(folder, "%s.%s" % (os.path.basename(path), os.urandom(6).hex()))
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    if locks.take(fd, exclusive=True):
+        return fd
+    os.close(fd)
+    return None
+
+
+def _put_aside(root: str, path: str) -> str:
+    aside = os.path.join(root, "removing", "%s.%s" % (os.path.basename(path), os.urandom(6).hex()))
     os.rename(path, aside)
     return aside
 

@@ -13,7 +13,7 @@ TRY_AGAIN_S = 0.05
 def is_held(path: str) -> bool:
     """Tells whether ``path`` is locked exclusively. Looking takes the lock shared for an instant."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe there holds nobody up
     except FileNotFoundError:
         return False
     try:

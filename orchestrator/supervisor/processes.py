@@ -98,7 +98,7 @@ def members(run_id: str, supervisor: Optional[int] = None, in_cgroup: Iterable[i
     ``supervisor`` is None when it is gone. It and this process are never among them.
     """
     table = {process.pid: process for process in everything()}
-    mark = ("%s=%s" % (RUN_ID_VARIABLE, run_id)).encode("utf-8")
+    mark = os.fsencode("%s=%s" % (RUN_ID_VARIABLE, run_id))
     ours = set(in_cgroup) & set(table)
     assert not ours & {0, 1}, "process 1 belongs to no run"
     ours |= {pid for pid in table if mark in _read_bytes("/proc/%d/environ" % pid).split(b"\0")}

@@ -159,8 +159,8 @@ class RunDir:
 
     @property
     def _identity(self) -> Dict[str, Any]:
-        found: Dict[str, Any] = self.state.get("identity", {})
-        return found
+        found = self.state.get("identity")
+        return found if isinstance(found, dict) else {}
 
     @property
     def _control(self) -> str:
@@ -197,10 +197,12 @@ def checked_name(name: str, what: str) -> str:
 
 
 def _load(path: str) -> Any:
+    """Returns what a file of JSON says; None of one that is not there or that we did not write."""
     try:
-        with open(path, encoding="utf-8") as file:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe there holds nobody up
+        with open(fd, encoding="utf-8") as file:
             return json.load(file)
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, IsADirectoryError, ValueError, RecursionError):
         return None
 
 

@@ -8,6 +8,7 @@ lock; between two decisions a run looks only at those it waits for.
 
 import fcntl
 import os
+import re
 from contextlib import contextmanager
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional
 
@@ -15,6 +16,7 @@ from .locks import is_held
 from .rundir import RunDir, checked_name
 
 _WAITING, _RUNNING = "waiting", "running"
+_TICKET = re.compile("(%s|%s)-([0-9]{9,})-([^.].*)" % (_WAITING, _RUNNING))
 _NEXT_PAUSE_S = 0.2
 _PAUSE_S = 1.0
 
@@ -110,10 +112,9 @@ class Turn:
     def _tickets(self) -> List[Ticket]:
         found = []
         for name in os.listdir(self._folder):
-            state, _, rest = name.partition("-")
-            if state in (_WAITING, _RUNNING):
-                place, _, run_id = rest.partition("-")
-                found.append(Ticket(state, int(place), run_id))
+            match = _TICKET.fullmatch(name)
+            if match:
+                found.append(Ticket(match.group(1), int(match.group(2)), match.group(3)))
         return sorted(found)
 
     def _path(self, ticket: Ticket) -> str:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.project import Project
 from tests.sshd import Sshd, require_sshd
 
 TRIES_EACH = 4
@@ -42,14 +41,6 @@ def some_of() -> Callable[[Sequence[int]], list[int]]:
         return [points[round(last * index / (TRIES_EACH - 1))] for index in range(TRIES_EACH)]
 
     return choose
-
-
-@pytest.fixture
-def project(tmp_path: Path) -> Iterator[Project]:
-    """A project whose host is this machine."""
-    project = Project(tmp_path / "my project")
-    yield project
-    project.end_all()
 
 
 @pytest.fixture

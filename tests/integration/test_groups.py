@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import signal
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
 import pytest
 
-from tests.project import Project
+from tests.project import Project, wait_until
 from tests.sshd import Sshd
 
 CODE = """
@@ -36,13 +35,6 @@ def project(tmp_path: Path) -> Iterator[Project]:
     project = Project(tmp_path / "my project", {"here": {"transport": "local"}, "down": DOWN})
     yield project
     project.end_all()
-
-
-def wait_until(is_so: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + 30
-    while not is_so():
-        assert time.monotonic() < end, f"waited too long for {what}"
-        time.sleep(0.02)
 
 
 def group_of(stderr: IO[bytes]) -> str:

@@ -6,13 +6,10 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.project import Project
+from tests.project import Project, wait_until
 from tests.sshd import Sshd
 
 SLEEPER = """
@@ -21,20 +18,6 @@ print("printed", flush=True)
 time.sleep(600)
 """
 OLD_S = 40 * 86400.0
-
-
-@pytest.fixture
-def project(tmp_path: Path) -> Iterator[Project]:
-    project = Project(tmp_path / "my project")
-    yield project
-    project.end_all()
-
-
-def wait_until(is_so: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + 30
-    while not is_so():
-        assert time.monotonic() < end, f"waited too long for {what}"
-        time.sleep(0.02)
 
 
 def start(project: Project, code: str = SLEEPER, host: str = "here", **keys: Any) -> str:

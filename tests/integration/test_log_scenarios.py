@@ -6,8 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import pytest
 
 from orchestrator.log_lines import LineAssembler
 from orchestrator.supervisor.locks import is_held
-from tests.project import Project
+from tests.project import Project, wait_until
 from tests.sshd import Sshd
 
 MOST_PEAK_BYTES = 80_000_000  # the line that must not be held is longer
@@ -44,13 +42,6 @@ for i in range(int(os.environ["LINES"])):
 
 
 @pytest.fixture
-def project(tmp_path: Path) -> Iterator[Project]:
-    project = Project(tmp_path / "my project")
-    yield project
-    project.end_all()
-
-
-@pytest.fixture
 def gate(tmp_path: Path) -> Path:
     return tmp_path / "gate"
 
@@ -58,13 +49,6 @@ def gate(tmp_path: Path) -> Path:
 def gated(project: Project, gate: Path, lines: int, **keys: Any) -> Path:
     env = {"GATE": str(gate), "LINES": str(lines), "PYTHONUNBUFFERED": ""}
     return project.experiment(GATED, env=env, **keys)
-
-
-def wait_until(is_so: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + 30
-    while not is_so():
-        assert time.monotonic() < end, f"waited too long for {what}"
-        time.sleep(0.02)
 
 
 def pull_lock(project: Project) -> Path:

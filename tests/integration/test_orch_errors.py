@@ -54,6 +54,23 @@ def assert_refused(project: Project, done: Done, *parts: str) -> None:
 
 class TestBadInput:
     @pytest.mark.parametrize(
+        ("words", "parts"),
+        [
+            (["run"], ("'FILE'", "orch run --help")),
+            (["rerun"], ("'RUN'", "orch rerun --help")),
+            (["exec", "here"], ("COMMAND", "orch exec --help")),
+            (["gc", "--host"], ("--host", "orch gc --help")),
+            (["exec", "here", "uname", "-a"], ("'-a'", "own options go behind --")),
+            (["run", "script.py", "--host", "here", "--n", "3"], ("'--n'", "own options go behind --")),
+            (["exec", "--timout", "1m", "here", "--", "uname"], ("'--timout'", "'--timeout'")),
+        ],
+    )
+    def test_words_that_are_missing_or_unknown_are_named_with_the_help_to_read(
+        self, project: Project, words: list[str], parts: tuple[str, ...]
+    ) -> None:
+        assert_refused(project, project.orch(*words), *parts)
+
+    @pytest.mark.parametrize(
         ("text", "parts"),
         [
             ("payload: [", ("trial.yaml", ":1")),
@@ -121,7 +138,7 @@ class TestBadInput:
         assert_refused(project, project.orch(*run, "here", "--set", "size"), "size")
         assert_refused(project, project.orch("run", "experiments/trial.yaml"), "--host", "here")
         assert_refused(project, project.orch("rnu"), "did you mean 'run'")
-        assert_refused(project, project.orch("cancel", "x", "--grace", "nan"), "--grace")
+        assert_refused(project, project.orch("cancel", "x", "--grace", "nan"), "--grace", "90s")
         assert_refused(project, project.orch("ps", "-n", "9" * 30), "-n")
         assert_refused(project, project.orch("logs", "--tale", "3", "x"), "--tale")
 

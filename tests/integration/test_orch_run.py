@@ -12,13 +12,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.project import Project
+from tests.project import Project, wait_until
 
 HELLO = """
 import json, sys
@@ -41,13 +41,6 @@ time.sleep(100)
 TICKS = "".join(f"tick {i}\n" for i in range(60))
 
 
-@pytest.fixture
-def project(tmp_path: Path) -> Iterator[Project]:
-    project = Project(tmp_path / "my project")
-    yield project
-    project.end_all()
-
-
 @pytest.fixture(params=["local", "ssh"])
 def any_project(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Project]:
     """A project whose host ``here`` is this machine, directly or over ssh."""
@@ -57,13 +50,6 @@ def any_project(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Proj
     project = Project(tmp_path / "my project", {"here": entry})
     yield project
     project.end_all()
-
-
-def wait_until(is_so: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + 30
-    while not is_so():
-        assert time.monotonic() < end, f"waited too long for {what}"
-        time.sleep(0.02)
 
 
 class TestAWholeRun:
@@ -289,7 +275,7 @@ class TestLeavingAndComingBack:
             """
         done = any_project.orch("run", any_project.experiment(code), "--host", "here", "--detach")
         wait_until(lambda: "up" in any_project.orch("logs", "last").out, "the payload")
-        done = any_project.orch("cancel", "last", "--grace", "1")
+        done = any_project.orch("cancel", "last", "--grace", "1s")
         assert done.code == 0, done.err
         assert any_project.runs()[0]["state"] == "cancelled"
         assert any_project.orch("cancel", "last").code == 0

@@ -13,11 +13,6 @@ CODE = "import sys\nfor i in range(300): print('line', i, file=sys.stderr)\n"
 
 
 @pytest.fixture
-def project(tmp_path: Path) -> Project:
-    return Project(tmp_path / "project")
-
-
-@pytest.fixture
 def ssh_project(tmp_path: Path, sshd: Sshd) -> Project:
     return Project(tmp_path / "project", {"here": sshd.inventory_entry()})
 

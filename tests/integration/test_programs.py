@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
-import pytest
-
 from tests.project import Project
 
 ARGS = ["--lr", "a 'b' $(id)"]
@@ -14,13 +9,6 @@ SCRIPT = """
 import os, sys
 print(sys.argv[1:], __name__, os.path.basename(__file__), os.environ.get("MODE"))
 """
-
-
-@pytest.fixture
-def project(tmp_path: Path) -> Iterator[Project]:
-    project = Project(tmp_path / "my project")
-    yield project
-    project.end_all()
 
 
 def test_a_script_runs_with_its_arguments_and_is_a_run_like_any_other(project: Project) -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.project import Project
+from tests.project import Project, wait_until
 
 SAVES = """
 import os, signal, sys, time
@@ -32,20 +30,6 @@ if os.fork() == 0:
 os.write(1, b"up\\n")
 time.sleep(100)
 """
-
-
-@pytest.fixture
-def project(tmp_path: Path) -> Iterator[Project]:
-    project = Project(tmp_path / "my project")
-    yield project
-    project.end_all()
-
-
-def wait_until(is_so: Callable[[], Any], what: str) -> None:
-    end = time.monotonic() + 30
-    while not is_so():
-        assert time.monotonic() < end, f"waited too long for {what}"
-        time.sleep(0.02)
 
 
 def started(project: Project, experiment: Path, *words: str) -> str:

@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from tests.project import Project
 from tests.sshd import Sshd
 
@@ -26,11 +24,6 @@ while not os.path.exists("go"):
 print(token, file=sys.stderr)
 raise ValueError(token)
 """
-
-
-@pytest.fixture
-def project(tmp_path: Path) -> Project:
-    return Project(tmp_path / "my project")
 
 
 def _wait_until(is_so: Callable[[], bool]) -> None:

@@ -105,6 +105,38 @@ class TestCleaning(HostCase):
         self.make_old(self.path(run_id))
         self.assertIn("still run", self.clean()["run " + run_id]["why"])
 
+    def test_what_is_no_run_of_ours_stops_neither_a_look_nor_the_removal_of_others(self) -> None:
+        old = self.old_run()
+        for name in ("locked by a folder/lock", "state is a folder/state.json", "two\nlines"):
+            os.makedirs(self.path(name))
+        os.makedirs(os.fsencode(self.path("")) + b"not utf-8 \xff")
+        os.makedirs(self.path("pipes"))
+        os.mkfifo(self.path("pipes", "lock"))
+        os.mkfifo(self.path("pipes", "state.json"))
+        os.makedirs(self.path("odd"))
+        with open(self.path("odd", "state.json"), "w", encoding="utf-8") as file:
+            file.write('{"identity": "none", "cgroup": 5}')
+        queue = os.path.join(self.root, "turns", "q")
+        os.makedirs(queue)
+        with open(os.path.join(queue, "waiting-000000001-"), "w", encoding="utf-8"):
+            pass
+        self.make_old()
+        said = self.clean(sorted(self.survey()))
+        self.assertTrue(said["run " + old]["removed"])
+        self.assertIn("lock", said["run locked by a folder"]["why"])
+
+    def test_one_works_here_at_a_time(self) -> None:
+        old = self.old_run()
+        os.makedirs(os.path.join(self.root, "removing", "by another"))
+        fd = os.open(os.path.join(self.root, "removing"), os.O_RDONLY)
+        self.addCleanup(os.close, fd)
+        self.assertTrue(locks.take(fd, exclusive=True))
+        said = self.clean([old])
+        self.assertEqual(["folder removing"], list(said))
+        self.assertIn("another", said["folder removing"]["why"])
+        self.assertEqual(["by another"], os.listdir(os.path.join(self.root, "removing")))
+        self.assertTrue(os.path.isdir(self.path(old)))
+
     def test_objects_stay_while_a_start_is_under_way(self) -> None:
         self.old_run()
         self.make_old()

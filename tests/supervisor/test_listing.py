@@ -62,8 +62,12 @@ class TestListing(HostCase):
         os.makedirs(self.path("empty"))
         os.makedirs(self.path("pipe", "records"))
         os.mkfifo(self.path("pipe", "records", "000000.jsonl"))
+        os.makedirs(self.path("lock pipe"))
+        os.mkfifo(self.path("lock pipe", "lock"))
         found = self.list()
-        self.assertEqual({"cut", "noise", "surrogate", "deep", "long", "empty", "pipe"}, set(found))
+        self.assertEqual(
+            {"lock pipe", "cut", "noise", "surrogate", "deep", "long", "empty", "pipe"}, set(found)
+        )
         self.assertEqual("never started", found["empty"]["standing"])
         self.assertFalse(any("digest" in entry for entry in found.values()))
 

@@ -74,6 +74,13 @@ class TurnTest(unittest.TestCase):
             self.assertEqual(sorted(began), list(range(12)))
         self.assertEqual(os.listdir(os.path.join(self.root, "turns")), [])
 
+    def test_other_files_in_a_queue_s_folder_are_no_tickets(self) -> None:
+        first = self.turn(1)
+        for name in ("running-notes", "waiting-x-run3", "running-000000000-", "waiting-000000000-.run4"):
+            with open(os.path.join(self.root, "turns", "q", name), "w", encoding="utf-8"):
+                pass
+        self.assertTrue(first.try_take())
+
     def test_who_waits_is_told_for_whom(self) -> None:
         first, second, third = self.turn(1, 2), self.turn(2, 2), self.turn(3, 2)
         self.assertEqual([first.try_take(), second.try_take(), third.try_take()], [True, True, False])

@@ -122,6 +122,9 @@ def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ("rerun last", []),
         ("exec one -- nvidia-smi --host two", ["one"]),
         ("exec --timeout 1m one -- true", []),
+        ("run", []),
+        ("run -- --host one", []),
+        ("rerun", []),
         ("exec", []),
     ],
 )

@@ -36,6 +36,7 @@ from orchestrator.mirror_reader import (
     read_records,
 )
 from orchestrator.mirror_scan import scan
+from orchestrator.pins import pins
 from orchestrator.run_folder import Record, RunFolder
 from orchestrator.supervisor import tail as tail_module
 from orchestrator.supervisor.cuts import SLACK_BYTES, Segment, stub_indexes
@@ -379,7 +380,7 @@ def test_a_mirror_that_has_it_all_needs_no_stub_even_if_its_pins_are_gone(host: 
     here.pull()
     assert here.whole_lines() == host.whole()
     assert not stub_indexes(str(here.folder.records))
-    assert sorted(here.folder.pins()) == sorted(scan(here.folder).seals)
+    assert sorted(pin.seq for pin in pins(here.folder)) == sorted(scan(here.folder).seals)
 
 
 def test_a_line_is_traced_over_a_hole_and_one_in_it_is_said_to_be_cut(host: Host, here: Here) -> None:
@@ -539,6 +540,34 @@ class TestTampering:
         told = next(record for record in here.records() if record.get("segment") == index)
         change_record(here.folder, told, key)
         assert f"record {told['seq']} tells of another segment {index}" in str(problems(here.folder))
+
+
+def test_a_hole_that_was_widened_over_what_is_here_is_found(host: Host, here: Here) -> None:
+    host.fill(15)
+    here.pull()
+    host.fill(200)
+    here.pull()
+    (through,) = stub_indexes(str(here.folder.records))
+    stub_path(here.folder, through).unlink()
+    last_line = here.folder.segment(through + 1).read_bytes().splitlines(keepends=True)[-1]
+    stub_path(here.folder, through + 1).write_bytes(last_line)
+    with pytest.raises(RecordsAltered, match="which was here, is said to be cut"):
+        here.records()
+    with pytest.raises(RecordsAltered, match="the mirror lacks seal"):
+        check_end(here.folder)
+
+
+def test_a_stub_that_is_older_than_what_is_here_is_a_finding(host: Host, here: Here) -> None:
+    host.fill(60)
+    here.pull()
+    old = here.folder.segment(0).read_bytes().splitlines(keepends=True)[-1]
+    mirror = Mirror.acquire(here.folder, "box")
+    assert mirror is not None
+    at, stubs = mirror.cursor, stub_indexes(str(here.folder.records))
+    assert at.segment > 0
+    with mirror, pytest.raises(RecordsAltered, match="is here already"):
+        mirror.append(Cut(cursor=at, through=at.segment, stub=old))
+    assert stub_indexes(str(here.folder.records)) == stubs
 
 
 @pytest.mark.parametrize("key", ["bytes", "first", "last", "sha256"])

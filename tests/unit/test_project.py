@@ -45,6 +45,22 @@ def test_supervisor_is_found() -> None:
     assert {"__init__.py", "bootstrap.py"} <= {path.name for path in SUPERVISOR}
 
 
+def test_pages_link_to_files_that_exist_and_hold_no_unfilled_place() -> None:
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    assert len(pages) > 5
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
+        assert [link for link in links if not (page.parent / link).exists()] == [], page
+        assert re.findall(r"@[A-Z]{2,}@", text) == [], page
+
+
+def test_the_readme_leads_to_every_page() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    names = [path.name for path in (ROOT / "docs").glob("*.md")]
+    assert [name for name in names if f"docs/{name}" not in text] == []
+
+
 def test_constraints_pin_each_package_once_to_a_public_release() -> None:
     pins = _constraints()
     assert pins["torch"] == "2.13.0"

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from orchestrator.bundle import ObjectStore, build_bundle
+from orchestrator.bundle import Bundle, ObjectStore, build_bundle
 from orchestrator.checks import (
     Check,
     Status,
-    arrived_seals,
     check_bundle,
     check_job,
     check_pins,
     local_checks,
+    newest_arrived,
 )
 from orchestrator.conversation import Cursor, Piece
 from orchestrator.inventory import Host
@@ -86,20 +86,23 @@ class Case:
                     mirror.append(Piece(Cursor(segment=index, offset=offset), path.read_bytes()[offset:]))
 
     def here(self) -> dict[str, Check]:
-        arrived = arrived_seals(self.folder)
+        arrived = newest_arrived(self.folder)
         checks = local_checks(self.folder, scan(self.folder), arrived, self.store, self.bundle.id)
         return {check.name: check for check in checks}
 
     def there(self) -> Check:
         """Asks a real supervisor about the records."""
+        return self.all_there()[0]
+
+    def all_there(self, manifest: Bundle | None = None) -> list[Check]:
         self.host_root.mkdir(mode=0o700, exist_ok=True)
         host = Host(
             name="box", transport="local", address="box", python=sys.executable, root=str(self.host_root)
         )
         with connect(host) as transport:
-            checks = host_checks(transport, self.folder, scan(self.folder), self.bundle.id, None)
+            checks = host_checks(transport, self.folder, scan(self.folder), self.bundle.id, manifest)
         assert [check.name for check in checks] == ["host's records", "host's code", "host's objects"]
-        return checks[0]
+        return checks
 
     def change(self, path: Path, old: bytes, new: bytes) -> int:
         """Replaces bytes once; returns where the first changed one is."""
@@ -257,10 +260,10 @@ class TestTheMirror:
         path.write_bytes(whole[:-300])
         found = scan(case.folder)
         path.write_bytes(whole)
-        before = frozenset(found.seals)
-        assert max(case.folder.pins()) not in before
+        before = max(found.seals)
+        assert newest_arrived(case.folder) > before
         assert check_pins(case.folder, found, before).status is Status.OK
-        assert check_pins(case.folder, found, arrived_seals(case.folder)).status is Status.NOT_OK
+        assert check_pins(case.folder, found, newest_arrived(case.folder)).status is Status.NOT_OK
 
     def test_observations_that_are_no_pins_are_found(self, case: Case) -> None:
         case.folder.observe("seal", sha256="0" * 64)
@@ -305,6 +308,11 @@ class TestTheHost:
         there = case.there()
         assert there.status is Status.NOT_OK
         assert "any more" in there.says
+
+    def test_code_of_a_run_that_is_gone_is_not_called_changed(self, case: Case) -> None:
+        shutil.rmtree(case.host_root)
+        _, code, _ = case.all_there(case.bundle)
+        assert (code.status, code.says) == (Status.NOT_CHECKED, "the run is not there")
 
     def test_more_than_the_mirror_is_a_difference_only_after_the_end(self, case: Case) -> None:
         last = max(case.host_records.glob("*.jsonl"))
@@ -367,7 +375,7 @@ class TestJobAndBundle:
 
 def test_nothing_mirrored_is_nothing_proved(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, RUN)
-    checks = local_checks(folder, scan(folder), arrived_seals(folder), ObjectStore(tmp_path), "0" * 64)
+    checks = local_checks(folder, scan(folder), newest_arrived(folder), ObjectStore(tmp_path), "0" * 64)
     assert {check.status for check in checks} == {Status.NOT_CHECKED}
 
 

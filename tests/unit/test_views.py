@@ -88,6 +88,13 @@ def row_of(text: str, label: str) -> str:
     return next(line for line in text.splitlines() if line.startswith(label))
 
 
+def test_what_never_started_took_no_time() -> None:
+    refused = replace(ROW, started_t=None, ended_t=ROW.created_t + 5, state=State.REFUSED)
+    times = row_of(text_of(summary(refused, Outcome(), None)), "times")
+    assert "ended 2025-11-29 16:52:08Z" in times
+    assert "after" not in times
+
+
 def test_summary_answers_which_code_ran_where_with_what_and_how_it_ended() -> None:
     text = text_of(summary(ROW, OUTCOME, VERDICT))
     for label, shown in {
