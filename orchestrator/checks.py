@@ -16,8 +16,12 @@ from orchestrator.holes import Hole
 from orchestrator.mirror_scan import Place, Scan
 from orchestrator.pins import Pin, as_pin, newest_pins
 from orchestrator.run_folder import NOTED_KINDS, Record, RunFolder
+from orchestrator.text import counted
 
-NOTHING_HERE = "nothing of this run is mirrored here; of one that is open `orch show` mirrors what there is"
+NOTHING_HERE = (
+    "nothing of this run is mirrored here: `orch gc --home` may have removed it, "
+    "and of one that is open `orch show` mirrors what there is"
+)
 
 
 class Status(StrEnum):
@@ -155,11 +159,6 @@ def check_bundle(first: Record | None, bundle_id: str, store: ObjectStore) -> Ch
     return Check.right(
         "bundle", f"{bundle_id[:12]} in record, ledger and manifest ({counted(files, 'file')}, {size} bytes)"
     )
-
-
-def counted(count: int, noun: str) -> str:
-    """Returns a number with its noun."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def cut_text(hole: Hole) -> str:

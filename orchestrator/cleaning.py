@@ -15,7 +15,7 @@ from orchestrator import remote
 from orchestrator.errors import ProtocolError, UnknownName
 from orchestrator.ledger import RunRow
 from orchestrator.lifecycle import is_settled
-from orchestrator.run_folder import RunFolder
+from orchestrator.run_folder import REMOVED_THERE, RunFolder
 from orchestrator.runs import GLANCE_TIMEOUT_S
 from orchestrator.transports import connect
 from orchestrator.workspace import Workspace
@@ -79,7 +79,10 @@ def clean_host(workspace: Workspace, host_name: str, policy: Policy, *, is_real:
         told = remote.clean(transport, chosen, is_real=is_real)
     by_id = {run.run_id: run for run in surveyed}
     kept = [_kept_item(host_name, by_id[run_id], why) for run_id, why in why_kept.items()]
-    return kept + [_told_item(host_name, item, by_id) for item in told]
+    items = [_told_item(host_name, item, by_id) for item in told]
+    if is_real:
+        _note_removed(workspace, (item.name for item in items if item.what == "run" and item.goes))
+    return kept + items
 
 
 def choose(runs: Iterable[Surveyed], policy: Policy, why_not: Callable[[Surveyed], str]) -> dict[str, str]:
@@ -98,6 +101,13 @@ def choose(runs: Iterable[Surveyed], policy: Policy, why_not: Callable[[Surveyed
         elif why := why_not(run):
             kept[run.run_id] = why
     return kept
+
+
+def _note_removed(workspace: Workspace, run_ids: Iterable[str]) -> None:
+    """Whoever asks a host for such a run later is told why it is not there."""
+    for run_id in run_ids:
+        if known_row(workspace, run_id) is not None:
+            workspace.folder(run_id).observe(REMOVED_THERE)
 
 
 def _surveyed(host: str, told: Mapping[str, Any]) -> Surveyed:

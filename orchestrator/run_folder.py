@@ -23,7 +23,10 @@ from orchestrator.supervisor.locks import is_held
 Record = dict[str, Any]
 
 NOTED_KINDS = ("created", "adopted")  # which hold the job
-KEPT_KINDS = frozenset({"created", "adopted", "started", "cancel", "verdict", "finding", "clock", "removed"})
+REMOVED_THERE = "removed_there"
+KEPT_KINDS = frozenset(
+    {"created", "adopted", "started", "cancel", "verdict", "finding", "clock", "removed", REMOVED_THERE}
+)
 
 START_POLL_S = 0.05
 _SEAL_MARK = b'"kind": "seal"'  # as `RunFolder.observe` writes it
@@ -92,6 +95,11 @@ class RunFolder:
     def was_removed(self) -> bool:
         """Its records were removed here on purpose; of what they said the ledger keeps the verdict."""
         return any(entry.get("kind") == "removed" for entry in self.notes())
+
+    @property
+    def was_removed_there(self) -> bool:
+        """Its folder on its host was removed from here on purpose."""
+        return any(entry.get("kind") == REMOVED_THERE for entry in self.notes())
 
     @contextmanager
     def starting(self) -> Iterator[None]:

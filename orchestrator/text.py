@@ -71,3 +71,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 def _visible(character: str) -> str:
     is_hidden = unicodedata.category(character) in {"Cc", "Cf", "Cs", "Zl", "Zp"}
     return character.encode("unicode_escape").decode("ascii") if is_hidden else character
+
+
+def counted(count: int, noun: str) -> str:
+    """Returns a number with its noun."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

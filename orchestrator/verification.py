@@ -12,13 +12,14 @@ from dataclasses import dataclass
 
 from orchestrator import remote
 from orchestrator.bundle import Bundle, ObjectStore
-from orchestrator.checks import NOTHING_HERE, Check, Status, counted, local_checks, newest_arrived
+from orchestrator.checks import NOTHING_HERE, Check, Status, local_checks, newest_arrived
 from orchestrator.conversation import Cursor, Piece
 from orchestrator.errors import HostError, OrchError, RecordsAltered, StorageError, UnknownName
 from orchestrator.mirror_scan import Place, Scan, place_at, scan
 from orchestrator.remote import BundleState, Digests, SegmentDigest
 from orchestrator.run_folder import RunFolder
 from orchestrator.supervisor.digests import BLOCK_BYTES, block_hashes
+from orchestrator.text import counted
 from orchestrator.transports import Transport, connect
 from orchestrator.workspace import Workspace
 
@@ -141,6 +142,8 @@ def _host_records(transport: Transport, folder: RunFolder, found: Scan, told: Di
     mirrored, on_host = sum(found.sizes), sum(segment.size_bytes for segment in told.segments.values())
     if not told.exists:
         says = f"{transport.host.root} has no run {folder.run_id}"
+        if folder.was_removed_there:
+            return Check.open(name, f"{says}: `orch gc` removed it from there")
         return Check.wrong(name, f"{says} any more") if mirrored else Check.open(name, says)
     if not mirrored:
         return Check.open(name, f"the mirror has 0 of {on_host} bytes: {NOTHING_HERE}")

@@ -23,7 +23,7 @@ from orchestrator.job import program_of
 from orchestrator.ledger import RunRow
 from orchestrator.lifecycle import Device, Outcome, Peak, Verdict, is_terminal
 from orchestrator.observed import Observed
-from orchestrator.text import printable
+from orchestrator.text import counted, printable
 
 if TYPE_CHECKING:  # a log's first line does not wait for rich
     from rich.table import Table
@@ -248,7 +248,7 @@ def _provenance(row: RunRow) -> str:
     if row.commit_id is None:
         return "not in a git repository"
     changes = "payload with uncommitted changes" if row.dirty else "payload as committed"
-    untracked = f", {found['untracked']} untracked files" if found.get("untracked") else ""
+    untracked = f", {counted(found['untracked'], 'untracked file')}" if found.get("untracked") else ""
     branch = f" on {found['branch']}" if found.get("branch") else ""
     remote = f" of {found['remote']}" if found.get("remote") else ""
     return f"{row.commit_id}{branch}{remote}, {changes}{untracked}"

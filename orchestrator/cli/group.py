@@ -30,6 +30,7 @@ from orchestrator.log_lines import LineAssembler, LogLine
 from orchestrator.log_view import render
 from orchestrator.runs import Report
 from orchestrator.starting import Plan
+from orchestrator.text import counted
 from orchestrator.workspace import Workspace
 
 
@@ -184,7 +185,7 @@ def _submit(workspace: Workspace, plans: Sequence[Plan], screen: Screen) -> None
             screen.note(reason)
         screen.status(f"{submitted} of {len(plans)} submitted")
     screen.close()
-    sent = f"sent {sent_files} files" if sent_files else "no file sent"
+    sent = f"sent {counted(sent_files, 'file')}" if sent_files else "no file sent"
     rest = f", {sent}; they need nobody here any more" if submitted else ""
     screen.note(f"{submitted} of {len(plans)} runs submitted{rest}")
 

@@ -9,7 +9,7 @@ from typing import Any
 from orchestrator.bundle import Bundle
 from orchestrator.job import program_of
 from orchestrator.starting import Plan
-from orchestrator.text import printable
+from orchestrator.text import counted, printable
 from orchestrator.views import short_commit
 
 SHOWN_NAMES = 3
@@ -24,7 +24,7 @@ def bundle_line(bundle: Bundle) -> str:
     )
     excluded = f"; left out by rule: {names}" if names else ""
     commit = short_commit(bundle.provenance.commit, is_dirty=bundle.provenance.dirty)
-    size = f"{len(bundle.entries)} files, {bundle.size_bytes} bytes{excluded}"
+    size = f"{counted(len(bundle.entries), 'file')}, {counted(bundle.size_bytes, 'byte')}{excluded}"
     return f"bundle {bundle.id[:12]} ({size}), commit {commit}"
 
 

@@ -36,7 +36,7 @@ from orchestrator.log_lines import LineAssembler
 from orchestrator.log_view import render
 from orchestrator.remote import Started
 from orchestrator.run_folder import Record
-from orchestrator.text import quoted
+from orchestrator.text import counted, quoted
 from orchestrator.workspace import Workspace
 
 EXIT_BAD_VERDICT = 1
@@ -176,7 +176,7 @@ class RunWatcher(Watcher):
         """Says what had to travel."""
         self.has_started = True
         sent = (
-            f"sent {started.sent_files} files, {started.sent_bytes} bytes"
+            f"sent {counted(started.sent_files, 'file')}, {counted(started.sent_bytes, 'byte')}"
             if started.sent_files
             else "no file sent"
         )

@@ -10,6 +10,7 @@ import errno
 import fcntl
 import json
 import os
+import signal
 import time
 from typing import Any, Dict, List, Optional, Sequence
 
@@ -109,6 +110,8 @@ class RunDir:
             os.write(fd, json.dumps({"stop": {"grace_s": grace_s}}).encode("ascii") + b"\n")
         finally:
             os.close(fd)
+        if self.is_stopped:  # it would never read that
+            os.kill(self._identity["pid"], signal.SIGCONT)
         return True
 
     @property

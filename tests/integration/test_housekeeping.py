@@ -179,8 +179,10 @@ def test_gc_says_what_would_go_and_removes_it_only_when_told(project: Project, t
     assert {name: item["goes"] for name, item in told.items()} == {run_id: True, theirs: False, living: False}
     assert "not known here" in told[theirs]["why"]
     assert (project.host_root / "runs" / run_id).is_dir()
-    done = project.orch("gc", "--yes")
-    assert done.code == 0
+    assert project.orch("gc", "--host", "here", "--yes").code == 0
+    verified = project.orch("verify", run_id)
+    assert (verified.code, "`orch gc` removed it from there" in verified.out) == (1, True)
+    assert project.orch("gc", "--yes").code == 0
     assert {path.name for path in (project.host_root / "runs").iterdir()} == {theirs, living}
     assert not (project.folder / ".orch" / "runs" / run_id / "records").exists()
     assert project.orch("wait", run_id, "--json").json["verdict"]["is_good"]

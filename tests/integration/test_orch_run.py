@@ -74,7 +74,7 @@ class TestAWholeRun:
         assert "sent 2 files" in first.err
         assert "no file sent" in again.err
         any_project.experiment(HELLO + "\n# changed\n")
-        assert "sent 1 files" in any_project.orch("run", path, "--host", "here").err
+        assert "sent 1 file," in any_project.orch("run", path, "--host", "here").err
 
     def test_every_line_says_which_host_run_process_and_stream_it_came_from(
         self, any_project: Project

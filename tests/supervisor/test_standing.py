@@ -41,6 +41,15 @@ class StandingTest(HostCase):
         self.wait_for("its end", lambda: not self.standing(self.run_ids[0])["alive"])
         self.assertIsNone(self.standing(self.run_ids[0])["silent_s"])
 
+    def test_a_stop_reaches_one_that_is_stopped(self) -> None:
+        follow = self.start(NAP).follow()
+        follow.until_printed(b"up")
+        run_id = self.run_ids[0]
+        os.kill(self.supervisor(run_id), signal.SIGSTOP)
+        self.wait_for("its stop", lambda: self.standing(run_id)["stopped"])
+        self.assertTrue(self.talk({"op": "stop", "run": run_id, "grace_s": 0.0}).header()["asked"])
+        self.assertEqual(follow.until("end")["outcome"], "cancelled")
+
     def test_a_run_of_an_earlier_boot_is_told_and_has_no_processes(self) -> None:
         follow = self.start(NAP).follow()
         follow.until_printed(b"up")
