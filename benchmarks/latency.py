@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import statistics
 import sys
 import time
@@ -25,7 +26,7 @@ for number in range(count):
 def first_line(rig: Rig, repeats: int) -> Iterator[Figure]:
     """`orch run` of a one-line payload, whose code is there, beside ``ssh host python3 -c …``."""
     experiment = rig.project.experiment(HELLO, "hello")
-    python = f"{sys.executable} -c 'print(\"hello\")'"
+    python = shlex.join([sys.executable, "-c", 'print("hello")'])
     for host, limit, name in (("near", 2.2, "first line"), ("far", 1.2, "first line, 100 ms round trip")):
         orch = [str(ORCH), "run", str(experiment), "--host", host]
         rig.project.orch(*orch[1:])
