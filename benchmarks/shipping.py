@@ -31,8 +31,9 @@ def second_ship(rig: Rig) -> Iterator[Figure]:
     (folder / "part007.txt").write_text("changed " * (FILE_BYTES // 8))
     told = rig.project.orch(*arguments).err
     changed = rig.counted.trips()
-    sent = re.search(r"sent (\d+) files, (\d+) bytes", told)
-    files, size_bytes = (int(sent[1]), int(sent[2])) if sent else (0, 0)
+    sent = re.search(r"sent (\d+) files?, (\d+) bytes", told)
+    assert sent is not None, f"the changed file was not sent: {told}"
+    files, size_bytes = int(sent[1]), int(sent[2])
     yield at_most(
         2,
         name=f"second ship of {FILES} files, one changed",
