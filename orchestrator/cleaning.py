@@ -14,7 +14,7 @@ from typing import Any
 from orchestrator import remote
 from orchestrator.errors import ProtocolError, UnknownName
 from orchestrator.ledger import RunRow
-from orchestrator.lifecycle import is_settled
+from orchestrator.lifecycle import State, is_settled
 from orchestrator.run_folder import REMOVED_THERE, RunFolder
 from orchestrator.runs import GLANCE_TIMEOUT_S
 from orchestrator.transports import connect
@@ -149,6 +149,8 @@ def _why_not_from_host(workspace: Workspace, run: Surveyed, policy: Policy) -> s
     row = known_row(workspace, run.run_id)
     if row is None:
         return "not known here: `orch ps --host … --all` enters it"
+    if row.state is State.LOST:
+        return "it is lost, and may still be found (--unmirrored removes it all the same)"
     if not is_settled(row.state):
         return "its end is not known here: `orch reconcile`"
     if _end(workspace.folder(run.run_id)) != run.end:

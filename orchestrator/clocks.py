@@ -63,6 +63,19 @@ def is_worth_asking(known: Offset | None, begin_t: float, end_t: float, now_t: f
     return error_s > max(GOOD_ENOUGH_S, least_s)
 
 
+def least_sure(
+    found: Iterable[tuple[Offset, tuple[float, float]]],
+) -> list[tuple[Offset, tuple[float, float]]]:
+    """Returns what holds for all, each with its span: one, unless the clock was set between the spans."""
+    told: list[tuple[Offset, tuple[float, float]]] = []
+    for offset, span in sorted(found, key=lambda pair: -pair[0].error_during(*pair[1])):
+        error_s = offset.error_during(*span)
+        apart = (abs(offset.offset_s - other.offset_s) - other.error_during(*its) for other, its in told)
+        if all(apart_s > error_s for apart_s in apart):
+            told.append((offset, span))
+    return told
+
+
 def shown(offset: Offset, begin_t: float, end_t: float) -> str:
     """Returns ``+3.214 s ± 0.4 ms``, with what it may be wrong by during a span."""
     error_s = offset.error_during(begin_t, end_t)

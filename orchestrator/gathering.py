@@ -98,9 +98,8 @@ def _notes(
 ) -> Iterable[str]:
     if why_not is not None:
         yield f"{host}: {why_not}; showing what is mirrored here"
-    for row in rows:
-        offset = offsets[row.run_id]
-        if offset is None:
-            yield f"clock of {host} is not known: its lines stand by its own times"
-        else:
-            yield f"clock of {host}: {clocks.shown(offset, *_span(row))}"
+    found = [(offset, _span(row)) for row in rows if (offset := offsets[row.run_id]) is not None]
+    if not found:
+        yield f"clock of {host} is not known: its lines stand by its own times"
+    for offset, span in clocks.least_sure(found):
+        yield f"clock of {host}: {clocks.shown(offset, *span)}"

@@ -7,7 +7,7 @@ shown and does not count: its retry does.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -127,15 +127,38 @@ def _bounds(report: Report) -> Iterable[str]:
 
 
 def _counting(reports: Iterable[Report]) -> list[Report]:
-    """Returns the runs in whose place no retry stands; one that a host tells of stands for none of ours."""
+    """Returns the runs in whose place no retry stands, and of several retries of one run the newest; a retry
+    that a host tells of stands for none of ours.
+    """
     reports = list(reports)
     ours = {report.row.run_id for report in reports if not report.row.is_adopted}
-    retried = {
-        report.row.retry_of
+    retries = {
+        report.row.run_id: report.row.retry_of
         for report in reports
-        if not (report.row.is_adopted and report.row.retry_of in ours)
+        if report.row.retry_of and not (report.row.is_adopted and report.row.retry_of in ours)
     }
-    return [report for report in reports if report.row.run_id not in retried]
+    own = {run_id: retried_id for run_id, retried_id in retries.items() if run_id in ours}
+    retried = set(retries.values())
+    newest: dict[str, Report] = {}
+    for report in reports:
+        if report.row.run_id not in retried:
+            first = _first(report.row.run_id, retries if report.row.is_adopted else own)
+            newest[first] = max(report, newest.get(first, report), key=_precedence)
+    counting = {report.row.run_id for report in newest.values()}
+    return [report for report in reports if report.row.run_id in counting]
+
+
+def _first(run_id: str, retries: Mapping[str, str]) -> str:
+    """Returns the run that a chain of retries begins with; what a host tells may go in a circle."""
+    seen = {run_id}
+    while run_id in retries and retries[run_id] not in seen:
+        run_id = retries[run_id]
+        seen.add(run_id)
+    return run_id
+
+
+def _precedence(report: Report) -> tuple[bool, float]:
+    return not report.row.is_adopted, report.row.created_t
 
 
 def _exit(report: Report) -> str:

@@ -56,11 +56,13 @@ class LineName:
 class SealStanding:
     """The seal that covers a record: None while there is none, ``problem`` when it is not right.
 
-    ``is_cut``: there will be none, the run's log limit removed it before it came.
+    ``is_cut``: there will be none, the run's log limit removed it before it came. ``cut_before``: the last
+    record that was removed so before this one; what is older cannot be checked from here.
     """
 
     seal: Seal | None = None
     is_pinned: bool = False
+    cut_before: int | None = None
     problem: str | None = None
     is_cut: bool = False
 
@@ -116,11 +118,12 @@ def find_origin(row: RunRow, folder: RunFolder, name: LineName) -> Origin:
 def seal_over(folder: RunFolder, seq: int) -> SealStanding:
     """Checks the mirror from its first byte to the first seal after record ``seq``."""
     checker = SealChecker(folder.run_id)
+    cut_before: int | None = None
     for block in _sealed_blocks(folder):
         if isinstance(block, Hole):
             if block.last > seq:
                 return SealStanding(is_cut=True)
-            checker = block.checker(folder.run_id)
+            checker, cut_before = block.checker(folder.run_id), block.last
             continue
         try:
             seals = checker.feed(block)
@@ -130,7 +133,7 @@ def seal_over(folder: RunFolder, seq: int) -> SealStanding:
             pin = next((pin for pin in newest_pins(folder) if pin.seq == seals[-1].seq), None)
             if pin is not None and pin.sha256 != seals[-1].sha256:
                 return SealStanding(seal=seals[-1], problem="it is not the one that was pinned on arrival")
-            return SealStanding(seal=seals[-1], is_pinned=pin is not None)
+            return SealStanding(seal=seals[-1], is_pinned=pin is not None, cut_before=cut_before)
     return SealStanding()
 
 
@@ -170,6 +173,7 @@ def origin_json(origin: Origin) -> dict[str, Any]:
             "is_right": None if seal is None and standing.problem is None else standing.problem is None,
             "is_pinned": standing.is_pinned,
             "is_cut": standing.is_cut,
+            "cut_before": standing.cut_before,
             "problem": standing.problem,
         },
     }
@@ -214,7 +218,9 @@ def _seal(standing: SealStanding) -> str:
         is_cut = "none: the run's log limit cut it before it came here"
         return is_cut if standing.is_cut else "none yet: the next one will cover it"
     pinned = "pinned here on arrival" if standing.is_pinned else "not pinned here"
-    return f"{seal.sha256}, seq {seal.seq}: right from the run's first byte on, {pinned}"
+    cut = standing.cut_before
+    begin = "the run's first byte on" if cut is None else f"seq {cut + 1} on, where the log limit's cut ends"
+    return f"{seal.sha256}, seq {seal.seq}: right from {begin}, {pinned}"
 
 
 def _unknown(run_id: str, name: LineName, count: int, streams: Iterable[str]) -> str:

@@ -173,7 +173,7 @@ def _where(row: RunRow, outcome: Outcome) -> _Lines:
 
 
 def _result(row: RunRow, outcome: Outcome, verdict: Verdict | None, state: str) -> _Lines:
-    yield "times", (_times(row),)
+    yield "times", (_times(row, outcome),)
     rss = outcome.peak_rss_bytes
     peaks = (*map(_peak, outcome.peak_memory), *(() if rss is None else (f"host {_gib(rss)} resident",)))
     if peaks:
@@ -295,8 +295,10 @@ def _gib(size_bytes: int) -> str:
     return f"{size_bytes / _GIB:.2f} GiB"
 
 
-def _times(row: RunRow) -> str:
-    started = "" if row.started_t is None else f", started {_clock(row.started_t)}"
+def _times(row: RunRow, outcome: Outcome) -> str:
+    """Returns when a run was what; the ledger hears of its start with its end."""
+    began_t = outcome.started_t if row.started_t is None else row.started_t
+    started = "" if began_t is None else f", started {_clock(began_t)}"
     ended = "" if row.ended_t is None else f", ended {_clock(row.ended_t)}"
     if row.started_t is not None and row.ended_t is not None:
         ended += f" after {took(row, row.ended_t)}"

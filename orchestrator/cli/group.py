@@ -13,7 +13,7 @@ from orchestrator.cli.leaving import Left, leaving, say_goodbye
 from orchestrator.cli.plans import bundle_line, group_plan_json, group_text
 from orchestrator.cli.terminal import Screen
 from orchestrator.cli.terminal import show as show_table
-from orchestrator.errors import RecordsAltered
+from orchestrator.errors import HostError, RecordsAltered
 from orchestrator.experiment import Experiment
 from orchestrator.group_following import Event, GroupFollowing
 from orchestrator.group_view import (
@@ -55,7 +55,7 @@ def run_group(
     )
     try:
         with leaving():
-            _submit(workspace, plans, screen)
+            are_submitted = _submit(workspace, plans, screen)
     except Left as left:
         screen.close()
         text = f"left while group {group_id} was being submitted; what was not will never run"
@@ -65,7 +65,7 @@ def run_group(
         run_ids = [plan.job["run_id"] for plan in plans]
         named_ids = json.dumps({"group_id": group_id, "run_ids": run_ids})
         print(named_ids if as_json else "\n".join((group_id, *run_ids)))
-        return 0
+        return 0 if are_submitted else HostError.exit_code
     try:
         with leaving():
             return _follow_to_the_end(workspace, group_id, screen, as_json=as_json)
@@ -100,16 +100,16 @@ def show_group(workspace: Workspace, rows: Sequence[RunRow], *, as_json: bool) -
 def cancel_group(
     workspace: Workspace, rows: Sequence[RunRow], *, grace_s: float | None, as_json: bool
 ) -> int:
-    """Ends every run of a group; returns 0 when all of it is gone."""
+    """Ends every run of a group; returns 0 when all of it is gone, 3 when a host could not be asked."""
     group_id, screen = rows[0].group_id, Screen(lines_to_stderr=as_json)
     try:
         with leaving():
-            is_gone = _cancel(workspace, group_id, screen, grace_s=grace_s)
+            code = _cancel(workspace, group_id, screen, grace_s=grace_s)
             _print(group_id, _reports(workspace, group_id, screen), as_json=as_json)
     except Left as left:
         done = "it is being cancelled over there:"
         return say_goodbye(left, group_id, done=done, what="group", come_back="orch wait")
-    return 0 if is_gone else 1
+    return code
 
 
 class _GroupScreen:
@@ -172,7 +172,8 @@ class _GroupScreen:
             screen.line(render(line, colour=screen.colour, columns=screen.columns, run=run))
 
 
-def _submit(workspace: Workspace, plans: Sequence[Plan], screen: Screen) -> None:
+def _submit(workspace: Workspace, plans: Sequence[Plan], screen: Screen) -> bool:
+    """Tells whether every run is at its host."""
     failed: dict[str, str] = {}
     sent_files = submitted = 0
     for submission in submitting.submit(workspace, plans):
@@ -188,6 +189,7 @@ def _submit(workspace: Workspace, plans: Sequence[Plan], screen: Screen) -> None
     sent = f"sent {counted(sent_files, 'file')}" if sent_files else "no file sent"
     rest = f", {sent}; they need nobody here any more" if submitted else ""
     screen.note(f"{submitted} of {len(plans)} runs submitted{rest}")
+    return submitted == len(plans)
 
 
 def _follow_to_the_end(
@@ -232,11 +234,13 @@ def _print(group_id: str, reports: Sequence[Report], *, as_json: bool) -> None:
     print(f"group {group_id}: {group_tally(reports)}")
 
 
-def _cancel(workspace: Workspace, group_id: str, screen: Screen, *, grace_s: float | None = None) -> bool:
-    """Tells whether all of the group is gone."""
+def _cancel(workspace: Workspace, group_id: str, screen: Screen, *, grace_s: float | None = None) -> int:
+    """Returns 0 when all of the group is gone, 3 when a host could not be asked, 1 when some of it lives."""
     found = cancel_all(workspace, workspace.ledger.group(group_id), grace_s=grace_s)
     for host, message in found.failed.items():
         screen.note(f"{host}: {message}; nothing is known to have changed there")
     for process in found.survivors:
         screen.note(f"could not be ended: {process}")
-    return found.have_all_ended and not found.survivors
+    if found.failed:
+        return HostError.exit_code
+    return 0 if found.have_all_ended and not found.survivors else 1

@@ -33,6 +33,7 @@ from orchestrator.mirror_reader import (
     newest_batches,
 )
 from orchestrator.run_folder import Record, RunFolder
+from orchestrator.text import counted
 from orchestrator.workspace import Workspace
 
 MOST_FOLLOWED = 16
@@ -91,7 +92,8 @@ class MergedView:
                 self._write(lines.flush())
         self.screen.flush()
         if not self._has_written:
-            self.screen.note(f"there is no line that was asked for of these {len(self._run_ids)} runs here")
+            these = counted(len(self._run_ids), "run")
+            self.screen.note(f"there is no line that was asked for of {these} here")
         self._say_who_waits()
 
     def follow(self, count: int | None) -> int:

@@ -19,6 +19,7 @@ from orchestrator.cli.terminal import show as show_table
 from orchestrator.ledger import RunRow
 from orchestrator.lifecycle import is_settled
 from orchestrator.observed import Observed
+from orchestrator.text import counted
 from orchestrator.workspace import Workspace
 
 SHOWN_RUNS = 30
@@ -82,7 +83,7 @@ def _adopted(workspace: Workspace, host: str, count: int, screen: Screen) -> Seq
     found = adopting.adopt(workspace, host)
     known = f"{len(found.adopted)} were unknown here and are in the ledger now"
     more = f"; shown are the newest {count}, -n shows more" if count < len(found.run_ids) else ""
-    screen.note(f"{host} has {len(found.run_ids)} runs; {known}{more}")
+    screen.note(f"{host} has {counted(len(found.run_ids), 'run')}; {known}{more}")
     for finding in found.findings:
         screen.note(f"finding: {finding}; nothing of it was taken over")
     for name, why in list(found.left.items())[:MOST_NAMED]:

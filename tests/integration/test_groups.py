@@ -125,6 +125,29 @@ def test_a_dead_host_s_cases_are_refused_and_the_others_run(project: Project, ss
     assert done.err.count("Connection refused") == 1
 
 
+def test_a_detached_group_that_a_host_did_not_take_whole_is_no_success(project: Project) -> None:
+    path = project.experiment("", params={"a": 0})
+    done = project.orch("run", path, "--host", "down", "--host", "here", "--detach")
+    assert done.code == 3, done.err
+    group = done.out.split()[0]
+    assert project.orch("wait", group).code == 3
+
+
+def test_a_group_of_which_a_host_cannot_be_asked_is_not_cancelled_and_says_why(
+    project: Project, sshd: Sshd
+) -> None:
+    project.write_inventory({"here": {"transport": "local"}, "up": sshd.inventory_entry()})
+    path = project.experiment(GATED, env={"GATE": "/nowhere"})
+    group = project.orch("run", path, "--host", "here", "--host", "up", "--detach").out.split()[0]
+    sshd.stop()
+    done = project.orch("cancel", group, "--grace", "0")
+    sshd.start()
+    again = project.orch("cancel", group, "--grace", "0")
+    assert done.code == 3, done.err
+    assert "up: " in done.err
+    assert again.code == 0, again.err
+
+
 def test_what_was_not_submitted_when_the_controller_was_killed_is_refused(project: Project) -> None:
     hold, first, late, wrapper = (project.folder / name for name in ("hold", "first", "late", "python"))
     wrapper.write_text(

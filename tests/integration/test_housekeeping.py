@@ -150,6 +150,12 @@ def test_a_stopped_supervisor_is_seen_and_a_killed_one_is_a_finding(project: Pro
     assert "its supervisor is gone and wrote no end" in row["reason"]
     assert f"1 of its processes still run: orch cancel {run_id}" in row["reason"]
     assert project.orch("cancel", run_id, "--grace", "0").code == 0
+    (item,) = (
+        item
+        for item in project.orch("gc", "--host", "here", "--older-than", "0.001", "--json").json["items"]
+        if item["what"] == "run"
+    )
+    assert "--unmirrored" in item["why"]  # to reconcile would change nothing
 
 
 def test_a_run_that_waits_for_its_turn_is_queued_until_it_comes(project: Project) -> None:

@@ -67,3 +67,13 @@ def test_an_offset_is_shown_with_how_wrong_it_may_be_at_the_time() -> None:
     small = Offset(offset_s=-0.00002, error_s=0.0004, t=1000.0)
     assert clocks.shown(small, 900.0, 1100.0) == "+0.0 ms ± 0.4 ms"
     assert clocks.shown(offset, 1000.0 + DAY_S, 1000.0 + 2 * DAY_S) == "+3.214 s ± 8.64 s"
+
+
+def test_one_clock_is_told_once_by_what_holds_for_all_unless_it_was_set() -> None:
+    span = (1000.0, 1060.0)
+    fine = Offset(offset_s=3.2140, error_s=0.0004, t=1000.0)
+    coarse = Offset(offset_s=3.2155, error_s=0.0020, t=1010.0)
+    stepped = Offset(offset_s=7.0, error_s=0.0010, t=1020.0)
+    assert clocks.least_sure([(fine, span), (coarse, span), (fine, span)]) == [(coarse, span)]
+    assert clocks.least_sure([(fine, span), (stepped, span)]) == [(stepped, span), (fine, span)]
+    assert clocks.least_sure([]) == []

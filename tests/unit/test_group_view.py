@@ -59,6 +59,43 @@ def _report(run_id: str, verdict: str | None = "ok", **changes: Any) -> Report:
         ([_report("a", "failed"), _report("b", retry_of="a")], 0),
         ([_report("a"), _report("b", "failed", retry_of="a")], 1),
         ([_report("a", "failed"), _report("b", retry_of="a", is_adopted=True)], 1),
+        (
+            [
+                _report("a", "failed"),
+                _report("b", "failed", retry_of="a"),
+                _report("c", retry_of="a", created_t=2.0),
+            ],
+            0,
+        ),
+        (
+            [
+                _report("a", "failed"),
+                _report("b", retry_of="a"),
+                _report("c", "failed", retry_of="a", created_t=2.0),
+            ],
+            1,
+        ),
+        (
+            [
+                _report("a", "failed", is_adopted=True),
+                _report("b", "failed", retry_of="a"),
+                _report("c", retry_of="a", created_t=2.0, is_adopted=True),
+            ],
+            1,
+        ),
+        (
+            [_report(run_id, retry_of=first, is_adopted=True) for run_id, first in ("ab", "ba", "ca")],
+            0,
+        ),
+        (
+            [
+                _report("a", "failed", is_adopted=True),
+                _report("b", "failed", retry_of="a", is_adopted=True),
+                _report("c", "failed", retry_of="a"),
+                _report("d", retry_of="b", created_t=2.0),
+            ],
+            1,
+        ),
         ([_report("a", "failed", is_adopted=True), _report("b", retry_of="a", is_adopted=True)], 0),
     ],
 )
@@ -72,6 +109,8 @@ def test_the_exit_code_is_zero_only_when_every_run_that_counts_is_good(
 def test_the_tally_counts_a_retry_in_the_place_of_what_it_retries() -> None:
     assert group_tally([_report("a", "failed"), _report("b"), _report("c", retry_of="a")]) == "2 ok"
     assert group_tally([_report("a"), _report("b", None, retry_of="a")]) == "1 running"
+    twice = [_report("b", "failed", retry_of="a"), _report("c", retry_of="a", created_t=2.0)]
+    assert group_tally([_report("a", "failed"), *twice]) == "1 ok"
 
 
 def test_metrics_with_bounds_have_columns_or_else_those_that_differ_and_the_rest_is_counted() -> None:

@@ -409,8 +409,8 @@ def test_a_line_is_traced_over_a_hole_and_one_in_it_is_said_to_be_cut(host: Host
     records = here.records()
     (hole,) = holes(records)
     before = [record for record in records if record["kind"] == "out" and record["seq"] < hole["seq"]]
-    assert standing(1).is_pinned
-    assert standing(215).is_pinned
+    assert (standing(1).is_pinned, standing(1).cut_before) == (True, None)
+    assert (standing(215).is_pinned, standing(215).cut_before) == (True, hole["last"])
     assert standing(before[-1]["line"] + 1) == SealStanding(is_cut=True)
     with pytest.raises(UsageError, match=r"no line main\.stdout:100: .*bytes cut by the run's log limit"):
         standing(100)

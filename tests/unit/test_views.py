@@ -95,6 +95,12 @@ def test_what_never_started_took_no_time() -> None:
     assert "after" not in times
 
 
+def test_a_run_that_goes_on_has_started_though_the_ledger_hears_of_it_later() -> None:
+    going = replace(ROW, state=State.RUNNING, verdict=None, started_t=None, ended_t=None)
+    times = row_of(text_of(summary(going, Outcome(started_t=1764435130.0), None)), "times")
+    assert "started 2025-11-29 16:52:10Z" in times
+
+
 def test_summary_answers_which_code_ran_where_with_what_and_how_it_ended() -> None:
     text = text_of(summary(ROW, OUTCOME, VERDICT))
     for label, shown in {
