@@ -8,7 +8,7 @@ import signal
 import time
 from pathlib import Path
 
-from tests.project import Project
+from tests.project import Project, wait_until
 from tests.sshd import Sshd
 
 MIB = 1024 * 1024
@@ -40,6 +40,8 @@ def test_a_late_reader_sees_the_beginning_one_line_for_what_is_missing_and_the_e
     project = Project(tmp_path / "project")
     experiment = project.experiment(CODE, log_limit=LIMIT)
     run_id = project.orch("run", experiment, "--host", "here", "--detach").out.strip()
+    state = project.host_root / "runs" / run_id / "state.json"
+    wait_until(lambda: json.loads(state.read_text())["state"] == "ended", "the end, with nobody reading")
     summary = project.orch("wait", run_id)
     assert summary.code == 0, summary.err
     assert "cut by the run's log limit before they came" in summary.out

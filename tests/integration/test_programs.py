@@ -20,7 +20,7 @@ def test_a_script_runs_with_its_arguments_and_is_a_run_like_any_other(project: P
     assert project.output(first) == f"{ARGS} __main__ my script.py fast\n"
     job = project.records(first)[0]["job"]
     assert (job["timeout_s"], job["grace_s"], job["script"]) == (60.0, 0.0, "my script.py")
-    assert "1 files" in done.err
+    assert "(1 file, " in done.err
     (project.folder / "my script.py").write_text("raise SystemExit(7)")
     assert project.orch("rerun", first).code == 0
     second = project.orch("run", "my script.py", "--host", "here", "--json")
