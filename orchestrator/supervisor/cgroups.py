@@ -13,12 +13,16 @@ MOUNTS = ("/sys/fs/cgroup", "/sys/fs/cgroup/unified")
 _PREFIX = "orch-"
 
 
-def make(run_id: str) -> Optional[str]:
-    """Makes the run's cgroup and returns its path; None where there is no v2 hierarchy or we may not."""
+def place(run_id: str) -> Optional[str]:
+    """Returns where the run's cgroup would be; None where there is no v2 hierarchy."""
     own = _own()
-    if own is None:
+    return None if own is None else os.path.join(own, _PREFIX + run_id)
+
+
+def make(path: Optional[str]) -> Optional[str]:
+    """Makes the cgroup at ``path`` and returns it; None where there is no place for it or we may not."""
+    if path is None:
         return None
-    path = os.path.join(own, _PREFIX + run_id)
     try:
         os.mkdir(path)
     except FileExistsError:  # an earlier attempt to start this run came this far

@@ -45,6 +45,7 @@ def start(
         is_ready, _, _ = select.select([file], [], [], READY_TIMEOUT_S)
         answer = file.read() if is_ready else b""
     if not answer:
+        run.tree().forget()  # a cgroup that nothing entered yet
         raise StartFailed("the supervisor did not come up; see %s/supervisor.log" % run.path)
     reply = json.loads(answer)
     if "error" in reply:
@@ -104,8 +105,11 @@ def _supervise(
         writer.write(
             "start", identity=me, python=sys.version.split()[0], executable=sys.executable, subreaper=reaps
         )
-        cgroup = cgroups.make(run.run_id)
-        run.change_state("waiting" if job.get("turn") else "running", identity=me, cgroup=cgroup)
+        place = cgroups.place(run.run_id)  # noted before it is made: whoever finds the run finds it too
+        run.change_state("waiting" if job.get("turn") else "running", identity=me, cgroup=place)
+        cgroup = cgroups.make(place)
+        if cgroup != place:
+            run.change_state(run.state["state"], cgroup=None)
         work = Job(job, entries, run, writer, secrets, cgroup)
     except Exception as error:
         os.write(ready_fd, json.dumps({"error": "%s: %s" % (type(error).__name__, error)}).encode("utf-8"))

@@ -328,6 +328,7 @@ class Job:
         if changed:
             self._writer.write("code_changed", files=changed[:MAX_NAMED], count=len(changed))
         outcome, reason = self._ending.why or ("exited" if number is None else "signalled", None)
+        self._tree.forget()  # a run with an end is looked after by nobody
         self._end(outcome, reason, code, number)
 
     def _abandon(self, reason: str) -> None:

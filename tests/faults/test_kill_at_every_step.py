@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from orchestrator.supervisor import processes
+from orchestrator.supervisor.cgroups import MOUNTS
 from tests.project import Project
 
 KILLER = Path(__file__).with_name("killer.py")
@@ -91,6 +92,8 @@ def _check_runs(project: Project, marks: Path) -> None:
     rows = {row["run_id"]: row for row in project.runs()}
     assert len(executed) == len(set(executed)), "a payload ran twice"
     assert set(executed) <= set(rows), "a payload ran that nobody knows"
+    cgroups = [path for mount in MOUNTS for path in Path(mount).glob("**/orch-*") if path.name[5:] in rows]
+    assert cgroups == [], "a cgroup is left"
     on_host = {path.name for path in project.host_root.glob("runs/*")}
     assert on_host <= set(rows), "a host has a run that nobody knows"
     newest = next(iter(rows.values()), None)

@@ -94,7 +94,7 @@ class CgroupTest(EndingCase):
     @NEEDS_CGROUPS
     @unittest.skipUnless(HAS_CGROUP_KILL, "needs Linux 5.14")
     def test_the_kernel_kills_a_whole_cgroup_at_once(self) -> None:
-        cgroup = cgroups.make(os.path.basename(self.base)[-8:])
+        cgroup = cgroups.make(cgroups.place(os.path.basename(self.base)[-8:]))
         assert cgroup is not None
         self.addCleanup(cgroups.remove, cgroup)
         child = subprocess.Popen(["sleep", "100"], start_new_session=True)
@@ -102,7 +102,9 @@ class CgroupTest(EndingCase):
         with open(os.path.join(cgroup, "cgroup.procs"), "w", encoding="ascii") as file:
             file.write(str(child.pid))
         self.assertEqual(cgroups.pids(cgroup), [child.pid])
-        self.assertIsNone(cgroups.make(os.path.basename(self.base)[-8:]))  # in use: it cannot be a new run's
+        self.assertIsNone(
+            cgroups.make(cgroups.place(os.path.basename(self.base)[-8:]))
+        )  # in use: it cannot be a new run's
         cgroups.kill(cgroup)
         self.assertEqual(child.wait(30), -signal.SIGKILL)
 
