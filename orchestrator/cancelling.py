@@ -17,11 +17,10 @@ from orchestrator import remote
 from orchestrator.errors import HostError, OrchError, Unreachable
 from orchestrator.experiment import GRACE_S
 from orchestrator.ledger import RunRow
-from orchestrator.runs import is_settled
+from orchestrator.runs import MOST_HOSTS_AT_ONCE, is_settled
 from orchestrator.transports import Transport, connect
 from orchestrator.workspace import Workspace
 
-MOST_HOSTS_AT_ONCE = 16
 ENDING_S = 20.0
 POLL_S = 0.3
 

@@ -16,8 +16,8 @@ from orchestrator import clocks, remote
 from orchestrator.clocks import Offset
 from orchestrator.errors import OrchError, StorageError
 from orchestrator.ledger import RunRow
-from orchestrator.reconciling import MOST_HOSTS_AT_ONCE, glance
-from orchestrator.runs import GLANCE_TIMEOUT_S, catch_up, is_settled
+from orchestrator.reconciling import glance
+from orchestrator.runs import GLANCE_TIMEOUT_S, MOST_HOSTS_AT_ONCE, catch_up, is_settled
 from orchestrator.transports import connect
 from orchestrator.workspace import Workspace
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.table import Table
 
-from orchestrator.errors import RecordsAltered
+from orchestrator.errors import OrchError, RecordsAltered
 from orchestrator.ledger import RunRow
 from orchestrator.lifecycle import is_terminal
 from orchestrator.runs import Report
@@ -20,8 +20,6 @@ from orchestrator.text import printable
 from orchestrator.views import plain, summary_json, took, verdict_style
 
 MOST_METRICS = 6
-EXIT_BAD_VERDICT = 1
-EXIT_HOST_FAULT = 3
 
 
 def group_table(reports: Sequence[Report], *, now_t: float) -> Table:
@@ -83,12 +81,10 @@ def group_json(group_id: str, reports: Sequence[Report]) -> dict[str, Any]:
 
 def group_exit_code(reports: Iterable[Report]) -> int:
     """Returns 0 when every run that counts is good, 5 for altered records, 3 when only hosts are at fault."""
-    bad = [report for report in _counting(reports) if report.verdict is None or not report.verdict.is_good]
-    if any(report.verdict is not None and report.verdict.name == "altered" for report in bad):
+    bad = {report.exit_code for report in _counting(reports)} - {0}
+    if RecordsAltered.exit_code in bad:
         return RecordsAltered.exit_code
-    if bad:
-        return EXIT_HOST_FAULT if all(report.is_host_fault for report in bad) else EXIT_BAD_VERDICT
-    return 0
+    return OrchError.exit_code if len(bad) > 1 else next(iter(bad), 0)
 
 
 def group_tally(reports: Iterable[Report]) -> str:

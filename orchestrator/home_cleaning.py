@@ -7,7 +7,6 @@ start that has no row in the ledger yet is protected by when its code was last u
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
 import shutil
@@ -22,6 +21,7 @@ from orchestrator.errors import StorageError, UnknownName
 from orchestrator.ledger import RunRow
 from orchestrator.lifecycle import is_settled
 from orchestrator.run_folder import RunFolder
+from orchestrator.supervisor.locks import take
 from orchestrator.workspace import Workspace
 
 HOME = "home"
@@ -77,11 +77,10 @@ def _forget(workspace: Workspace, folder: RunFolder) -> str:
     """Removes a run's mirror; returns why it could not, or nothing."""
     fd = os.open(folder.path / "pull.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not take(fd, exclusive=True):
+            return "another command is mirroring it"
         folder.forget_seals()
         _delete(workspace.home, folder.records)
-    except BlockingIOError:
-        return "another command is mirroring it"
     finally:
         os.close(fd)
     return ""
@@ -187,9 +186,8 @@ def _empty(folder: Path) -> None:
 def _alone(home: Path) -> Iterator[None]:
     fd = os.open(home / "gc.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not take(fd, exclusive=True):
+            raise StorageError(f"{home}: another `orch gc` is at work here; wait for it")
         yield
-    except BlockingIOError:
-        raise StorageError(f"{home}: another `orch gc` is at work here; wait for it") from None
     finally:
         os.close(fd)

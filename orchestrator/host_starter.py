@@ -20,6 +20,8 @@ from orchestrator.transports import Transport, connect
 
 START_PATIENCE_S = 60.0
 
+_Begun = tuple[remote.Started, Conversation]
+
 
 class NeverStarted(Exception):
     """The host did not take the run; ``cause`` says why."""
@@ -56,7 +58,7 @@ class HostStarter:
         cursor: Cursor | None,
         secret_env: Mapping[str, str],
         unreachable: Callable[[Unreachable, float], None],
-    ) -> tuple[remote.Started, Conversation]:
+    ) -> _Begun:
         """No connection at all fails at once; one that broke during the start is made again for a while.
 
         ``unreachable`` is told of each break and of the pause before the next try. A failure closes the
@@ -66,27 +68,22 @@ class HostStarter:
             NeverStarted: the host cannot have the run.
             Unreachable, ProtocolError: it may have it.
         """
+        entries = [(entry.path, entry.mode, entry.size_bytes, entry.sha256) for entry in bundle.entries]
+
+        def ask(transport: Transport) -> _Begun:
+            return remote.start(transport, job, entries, self._store, cursor, secret_env)
+
         try:
-            return self._start(job, bundle, cursor, secret_env, unreachable)
-        except (Unreachable, ProtocolError):
+            return self._ask_until_answered(ask, unreachable)
+        except BaseException as error:
             self.close()
-            raise
-        except OrchError as error:
-            self.close()
-            raise NeverStarted(error) from error
-        except BaseException:
-            self.close()
+            if isinstance(error, OrchError) and not isinstance(error, Unreachable | ProtocolError):
+                raise NeverStarted(error) from error
             raise
 
-    def _start(
-        self,
-        job: Mapping[str, Any],
-        bundle: Bundle,
-        cursor: Cursor | None,
-        secret_env: Mapping[str, str],
-        unreachable: Callable[[Unreachable, float], None],
-    ) -> tuple[remote.Started, Conversation]:
-        entries = [(entry.path, entry.mode, entry.size_bytes, entry.sha256) for entry in bundle.entries]
+    def _ask_until_answered(
+        self, ask: Callable[[Transport], _Begun], unreachable: Callable[[Unreachable, float], None]
+    ) -> _Begun:
         pauses = backoff()
         give_up_at = None
         while True:
@@ -94,15 +91,14 @@ class HostStarter:
             try:
                 if self.transport is None:
                     self.transport = connect(self.host)
-                return remote.start(self.transport, job, entries, self._store, cursor, secret_env)
+                return ask(self.transport)
             except Unreachable as error:
                 now, was_there = time.monotonic(), self.transport is not None
                 self.close()
                 if not was_there and give_up_at is None:
                     raise NeverStarted(error) from error
-                if (
-                    give_up_at is None or now - tried_at > START_PATIENCE_S
-                ):  # a long upload earns new patience
+                was_long = now - tried_at > START_PATIENCE_S  # a long upload earns new patience
+                if give_up_at is None or was_long:
                     give_up_at = now + START_PATIENCE_S
                 pause_s = next(pauses)
                 if now + pause_s > give_up_at:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from orchestrator.errors import StorageError
+from orchestrator.supervisor.locks import take
 
 APPLICATION_ID = 0x6F726368  # "orch", in SQLite's file header
 BUSY_TIMEOUT_S = 30.0
@@ -85,10 +86,9 @@ def unused(path: Path) -> Iterator[None]:
     """
     fd = use(path)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not take(fd, exclusive=True):
+            raise StorageError(f"{path}: another orch command has it open; end that one and try again")
         yield
-    except BlockingIOError:
-        raise StorageError(f"{path}: another orch command has it open; end that one and try again") from None
     finally:
         os.close(fd)
 

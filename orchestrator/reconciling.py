@@ -18,11 +18,18 @@ from orchestrator.errors import OrchError, StorageError, Unreachable
 from orchestrator.ledger import RunRow
 from orchestrator.observed import Observed
 from orchestrator.remote import Standing
-from orchestrator.runs import GLANCE_TIMEOUT_S, catch_up, is_settled, observe, settle, standing
+from orchestrator.runs import (
+    GLANCE_TIMEOUT_S,
+    MOST_HOSTS_AT_ONCE,
+    catch_up,
+    is_settled,
+    observe,
+    settle,
+    standing,
+)
 from orchestrator.transports import Transport, connect
 from orchestrator.workspace import Workspace
 
-MOST_HOSTS_AT_ONCE = 16
 HOST_PATIENCE_S = 60.0
 
 

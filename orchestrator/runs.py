@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from orchestrator import lifecycle, remote
-from orchestrator.errors import RecordsAltered, UnknownName
+from orchestrator.errors import HostError, OrchError, RecordsAltered, UnknownName
 from orchestrator.experiment import Expectation
 from orchestrator.following import Following
 from orchestrator.ledger import RunRow
@@ -28,6 +28,7 @@ from orchestrator.transports import Transport, connect
 from orchestrator.workspace import Workspace
 
 GLANCE_TIMEOUT_S = 5.0
+MOST_HOSTS_AT_ONCE = 16
 POLL_S = 0.2
 MOST_NAMED = 5
 
@@ -49,6 +50,15 @@ class Report:
         if self.verdict is None or self.verdict.is_good:
             return False
         return self.verdict.name == "refused" or self.outcome.missing_module is not None
+
+    @property
+    def exit_code(self) -> int:
+        """0 for a good verdict, 5 for altered records, 3 where its host is at fault, else 1."""
+        if self.verdict is not None and self.verdict.is_good:
+            return 0
+        if self.verdict is not None and self.verdict.name == "altered":
+            return RecordsAltered.exit_code
+        return HostError.exit_code if self.is_host_fault else OrchError.exit_code
 
 
 def follow(workspace: Workspace, run_id: str, changed: threading.Event | None = None) -> Following:

@@ -10,6 +10,8 @@ import click
 from orchestrator.adhoc import ProgramOptions, command_experiment
 from orchestrator.cli.options import (
     ProgramCommand,
+    detach_option,
+    dry_run_option,
     inventory_option,
     json_option,
     open_workspace,
@@ -22,8 +24,8 @@ from orchestrator.cli.run import run_one
 @click.argument("host_name", metavar="HOST")
 @click.argument("argv", metavar="-- COMMAND [ARGS]...", nargs=-1, required=True, type=click.UNPROCESSED)
 @program_options
-@click.option("--detach", is_flag=True, help="Start it and return.")
-@click.option("--dry-run", is_flag=True, help="Show what would run; contact nobody.")
+@detach_option
+@dry_run_option
 @inventory_option
 @json_option
 def execute(

@@ -21,6 +21,8 @@ inventory_option = click.option(
     help="The inventory file (default: the nearest inventory.yaml upward).",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+detach_option = click.option("--detach", is_flag=True, help="Start it and return.")
+dry_run_option = click.option("--dry-run", is_flag=True, help="Show what would run; contact nobody.")
 run_argument = click.argument("run", metavar="RUN")
 
 

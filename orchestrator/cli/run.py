@@ -19,6 +19,8 @@ from orchestrator.adhoc import ProgramOptions, script_experiment
 from orchestrator.cli.leaving import Left, leaving, say_goodbye
 from orchestrator.cli.options import (
     ProgramCommand,
+    detach_option,
+    dry_run_option,
     inventory_option,
     json_option,
     open_workspace,
@@ -27,7 +29,7 @@ from orchestrator.cli.options import (
 )
 from orchestrator.cli.plans import bundle_line, plan_json, plan_text
 from orchestrator.cli.terminal import Screen, show
-from orchestrator.errors import HostError, RecordsAltered, UnknownName, UsageError
+from orchestrator.errors import HostError, UnknownName, UsageError
 from orchestrator.experiment import Experiment, load_experiment
 from orchestrator.following import Watcher
 from orchestrator.inventory import Host
@@ -39,9 +41,6 @@ from orchestrator.run_folder import Record
 from orchestrator.text import counted, quoted
 from orchestrator.workspace import Workspace
 
-EXIT_BAD_VERDICT = 1
-EXIT_HOST_FAULT = 3
-
 
 @click.command(cls=ProgramCommand)
 @click.argument("experiment", metavar="FILE", type=click.Path(path_type=Path))
@@ -52,8 +51,8 @@ EXIT_HOST_FAULT = 3
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a parameter; repeatable."
 )
 @program_options
-@click.option("--detach", is_flag=True, help="Start it and return.")
-@click.option("--dry-run", is_flag=True, help="Show what would run; contact nobody.")
+@detach_option
+@dry_run_option
 @inventory_option
 @json_option
 def run(
@@ -132,7 +131,7 @@ def _refuse_for_experiment(experiment: Path, args: tuple[str, ...], options: Pro
 @click.command()
 @run_argument
 @click.option("--host", "host_name", metavar="NAME", help="Another host than the one it ran on.")
-@click.option("--detach", is_flag=True, help="Start it and return.")
+@detach_option
 @inventory_option
 @json_option
 def rerun(run: str, host_name: str | None, detach: bool, inventory: Path | None, as_json: bool) -> int:
@@ -226,11 +225,7 @@ def finish(workspace: Workspace, run_id: str, *, as_json: bool) -> int:
         print(json.dumps(views.summary_json(report.row, report.outcome, report.verdict), indent=2))
     else:
         show(views.summary(report.row, report.outcome, report.verdict))
-    if report.verdict is not None and report.verdict.is_good:
-        return 0
-    if report.verdict is not None and report.verdict.name == "altered":
-        return RecordsAltered.exit_code
-    return EXIT_HOST_FAULT if report.is_host_fault else EXIT_BAD_VERDICT
+    return report.exit_code
 
 
 def _launch(
