@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from orchestrator import runs
-from orchestrator.cli.log_output import TURNS, waits_for
+from orchestrator.cli.log_output import TURNS, Asked, waits_for
 from orchestrator.cli.terminal import Screen
 from orchestrator.clocks import Offset
 from orchestrator.conversation import Cursor
@@ -57,26 +57,12 @@ def runs_of(workspace: Workspace, texts: Sequence[str]) -> list[str]:
 class MergedView:
     """Several runs' output as one; each has its colour, and its lines say whose they are."""
 
-    def __init__(
-        self,
-        workspace: Workspace,
-        run_ids: Sequence[str],
-        *,
-        proc: str | None,
-        stream: str | None,
-        wanted: LineFilter,
-        as_json: bool,
-        is_long: bool,
-    ) -> None:
+    def __init__(self, workspace: Workspace, run_ids: Sequence[str], asked: Asked) -> None:
         self._workspace = workspace
         self._run_ids = run_ids
         self._hosts = [workspace.ledger.get(run_id).host for run_id in run_ids]
         self._folders = [workspace.folder(run_id) for run_id in run_ids]
-        self._proc = proc
-        self._stream = stream
-        self._wanted = wanted
-        self._as_json = as_json
-        self._is_long = is_long
+        self._asked = asked
         self._offsets: list[Offset | None] = [None] * len(run_ids)
         self._has_written = False
         self.screen = Screen()
@@ -133,16 +119,16 @@ class MergedView:
 
     def _wanted_by(self, run: int) -> LineFilter:
         """Returns the filter by the clock of the run's host."""
-        since_t = self._wanted.since_t
-        return replace(self._wanted, since_t=None if since_t is None else since_t + self._offset_s(run))
+        since_t = self._asked.wanted.since_t
+        return replace(self._asked.wanted, since_t=None if since_t is None else since_t + self._offset_s(run))
 
     def _lines(self, run: int, assembler: LineAssembler | None = None) -> RunLines:
         return RunLines(
             run,
             assembler or LineAssembler(host=self._hosts[run], run_id=self._run_ids[run]),
             offset_s=self._offset_s(run),
-            proc=self._proc,
-            stream=self._stream,
+            proc=self._asked.proc,
+            stream=self._asked.stream,
             wanted=self._wanted_by(run),
         )
 
@@ -155,7 +141,8 @@ class MergedView:
             check_end(folder)
             until = end_position(folder)
             batches = (
-                select(batch, proc=self._proc, stream=self._stream) for batch in newest_batches(folder, until)
+                select(batch, proc=self._asked.proc, stream=self._asked.stream)
+                for batch in newest_batches(folder, until)
             )
             found, assembler = tail(
                 batches,
@@ -243,13 +230,13 @@ class MergedView:
         for placed in lines:
             self._has_written = True
             t_here = None if self._offsets[placed.run] is None else placed.t_here
-            if self._as_json:
+            if self._asked.as_json:
                 sys.stdout.write(json.dumps({**line_json(placed.line), "t_here": t_here}) + "\n")
                 continue
             row = render(
                 placed.line,
                 colour=screen.colour,
-                is_long=self._is_long,
+                is_long=self._asked.is_long,
                 columns=screen.columns,
                 run=placed.run,
                 t=t_here,

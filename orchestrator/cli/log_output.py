@@ -6,6 +6,7 @@ import json
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from orchestrator import runs
@@ -25,16 +26,26 @@ from orchestrator.workspace import Workspace
 TURNS = ("queued", "turn")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """What is asked for: which lines, and in which form."""
+
+    proc: str | None
+    stream: str | None
+    wanted: LineFilter
+    as_json: bool
+    is_long: bool
+
+
 class View(ABC):
     """One run's output, as it is mirrored or as it comes; what of it is written is a subclass's business."""
 
-    def __init__(self, workspace: Workspace, run_id: str, *, proc: str | None, stream: str | None) -> None:
+    def __init__(self, workspace: Workspace, run_id: str, asked: Asked) -> None:
         self._workspace = workspace
         self._run_id = run_id
         self._host = workspace.ledger.get(run_id).host
         self._folder = workspace.folder(run_id)
-        self._proc = proc
-        self._stream = stream
+        self._asked = asked
         self._has_written = False
         self.screen = Screen()
 
@@ -96,26 +107,14 @@ class View(ABC):
 class LinesView(View):
     """Lines with their source, or as JSON."""
 
-    def __init__(
-        self,
-        workspace: Workspace,
-        run_id: str,
-        *,
-        proc: str | None,
-        stream: str | None,
-        wanted: LineFilter,
-        as_json: bool,
-        is_long: bool,
-    ) -> None:
-        super().__init__(workspace, run_id, proc=proc, stream=stream)
-        self._wanted = wanted
-        self._as_json = as_json
-        self._is_long = is_long
+    def __init__(self, workspace: Workspace, run_id: str, asked: Asked) -> None:
+        super().__init__(workspace, run_id, asked)
         self._lines = LineAssembler(host=self._host, run_id=run_id)
 
     def _start_with_last(self, count: int, until: Cursor) -> None:
         batches = map(self._select, newest_batches(self._folder, until))
-        last, self._lines = tail(batches, count, host=self._host, run_id=self._run_id, matches=self._wanted)
+        wanted = self._asked.wanted
+        last, self._lines = tail(batches, count, host=self._host, run_id=self._run_id, matches=wanted)
         self._write(last)
 
     def _take(self, record: Record) -> None:
@@ -126,25 +125,25 @@ class LinesView(View):
         self._write(self._lines.flush())
 
     def _select(self, records: Iterable[Record]) -> Iterator[Mapping[str, Any]]:
-        return select(records, proc=self._proc, stream=self._stream)
+        return select(records, proc=self._asked.proc, stream=self._asked.stream)
 
     def _write(self, lines: Iterable[LogLine]) -> None:
-        for line in filter(self._wanted, lines):
+        for line in filter(self._asked.wanted, lines):
             self._has_written = True
-            if self._as_json:
+            if self._asked.as_json:
                 sys.stdout.write(json.dumps(line_json(line)) + "\n")
             else:
                 screen = self.screen
-                row = render(line, colour=screen.colour, is_long=self._is_long, columns=screen.columns)
+                row = render(line, colour=screen.colour, is_long=self._asked.is_long, columns=screen.columns)
                 screen.line(row)
 
 
 class RawView(View):
     """The bytes of one stream; what is mirrored is checked whole before a byte of it is written."""
 
-    def __init__(self, workspace: Workspace, run_id: str, *, proc: str | None, stream: str | None) -> None:
-        super().__init__(workspace, run_id, proc=proc, stream=stream)
-        self._output = RawOutput(host=self._host, run_id=run_id, proc=proc, stream=stream)
+    def __init__(self, workspace: Workspace, run_id: str, asked: Asked) -> None:
+        super().__init__(workspace, run_id, asked)
+        self._output = RawOutput(host=self._host, run_id=run_id, proc=asked.proc, stream=asked.stream)
 
     def _mirrored(self) -> Iterator[Record]:
         self._output.check(checked_records(self._folder))

@@ -6,13 +6,12 @@ import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import click
 
 from orchestrator import line_origin, runs
 from orchestrator.cli.leaving import Left, leaving, say_goodbye
-from orchestrator.cli.log_output import LinesView, RawView, View, bring_up_to_date
+from orchestrator.cli.log_output import Asked, LinesView, RawView, bring_up_to_date
 from orchestrator.cli.options import inventory_option, json_option, open_workspace
 from orchestrator.cli.terminal import Screen, show
 from orchestrator.errors import RecordsAltered, UnknownName, UsageError
@@ -89,27 +88,12 @@ def logs(
         since_t=None if since is None else parse_since(since, now_t=time.time()),
         pattern=None if pattern is None else parse_pattern(pattern),
     )
+    lines = Asked(proc=proc, stream=stream, wanted=wanted, as_json=as_json, is_long=is_long)
     if is_merged:
-        return _merge(
-            inventory,
-            names,
-            follow=follow,
-            count=count,
-            proc=proc,
-            stream=stream,
-            wanted=wanted,
-            as_json=as_json,
-            is_long=is_long,
-        )
+        return _merge(inventory, names, lines, follow=follow, count=count)
     with open_workspace(inventory) as workspace:
         run_id = _one_run(workspace, names[0])
-        view: View
-        if is_raw:
-            view = RawView(workspace, run_id, proc=proc, stream=stream)
-        else:
-            view = LinesView(
-                workspace, run_id, proc=proc, stream=stream, wanted=wanted, as_json=as_json, is_long=is_long
-            )
+        view = (RawView if is_raw else LinesView)(workspace, run_id, lines)
         try:
             with leaving():
                 if follow:
@@ -132,12 +116,12 @@ def _one_run(workspace: Workspace, name: str) -> str:
 
 
 def _merge(
-    inventory: Path | None, names: tuple[str, ...], *, follow: bool, count: int | None, **options: Any
+    inventory: Path | None, names: tuple[str, ...], lines: Asked, *, follow: bool, count: int | None
 ) -> int:
     from orchestrator.cli.log_merge import MergedView, runs_of  # noqa: PLC0415  (one run has no use for it)
 
     with open_workspace(inventory) as workspace:
-        view = MergedView(workspace, runs_of(workspace, names), **options)
+        view = MergedView(workspace, runs_of(workspace, names), lines)
         try:
             with leaving():
                 if follow:

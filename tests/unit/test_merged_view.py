@@ -12,6 +12,7 @@ import pytest
 from orchestrator import following
 from orchestrator.cli import log_merge
 from orchestrator.cli.log_merge import HostWatcher, MergedView
+from orchestrator.cli.log_output import Asked
 from orchestrator.cli.terminal import Screen
 from orchestrator.conversation import Cursor, Piece
 from orchestrator.errors import UnknownName
@@ -65,9 +66,8 @@ def add_run(workspace: Workspace, run_id: str, **changes: Any) -> str:
 
 
 def view_of(workspace: Workspace, run_ids: Sequence[str]) -> MergedView:
-    return MergedView(
-        workspace, run_ids, proc=None, stream=None, wanted=LineFilter(), as_json=False, is_long=False
-    )
+    asked = Asked(proc=None, stream=None, wanted=LineFilter(), as_json=False, is_long=False)
+    return MergedView(workspace, run_ids, asked)
 
 
 @pytest.mark.parametrize("follows", [False, True])
