@@ -55,6 +55,24 @@ def test_pages_link_to_files_that_exist_and_hold_no_unfilled_place() -> None:
         assert re.findall(r"@[A-Z]{2,}@", text) == [], page
 
 
+def test_each_scenario_names_tests_that_exist() -> None:
+    text = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+    named = re.findall(r"`([a-z]+/test_\w+\.py)`([^`|]*)", text)
+    assert len(named) > 20
+    for file, names in named:
+        tests = (ROOT / "tests" / file).read_text(encoding="utf-8")
+        for name in re.findall(r"\w+", names):
+            assert f"def test_{name}" in tests, (file, name)
+
+
+def test_the_picture_of_the_house_names_each_module_of_the_core_and_the_supervisor() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    modules = [
+        path.name for folder in ("", "supervisor") for path in (ROOT / "orchestrator" / folder).glob("*.py")
+    ]
+    assert [name for name in modules if name not in text and name != "__init__.py"] == []
+
+
 def test_the_readme_leads_to_every_page() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     names = [path.name for path in (ROOT / "docs").glob("*.md")]
