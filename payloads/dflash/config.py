@@ -10,20 +10,23 @@ from dflash.values import build, require_choice, require_positive
 
 SLIDING = "sliding_attention"
 FULL = "full_attention"
-ATTENTION_BACKENDS = ("eager", "sdpa_chunked")
-RECOMPUTE_POLICIES = ("none", "layer")
+ATTENTION_BACKENDS = ("auto", "flex", "sdpa_chunked", "sdpa_math", "eager")
+RECOMPUTE_POLICIES = ("none", "mlp", "layer")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrafterConfig:
-    """One drafter's architecture; the last three fields change memory and speed, never the result.
+    """One drafter's architecture; the fields from `attention` on change memory and speed, never the result.
 
     `dtype` is that of the weights when they are made; None leaves it to torch's default dtype.
 
-    `recompute="layer"` keeps only each layer's input and computes the layer again in backward.
-    `loss_chunk_rows` slots at a time meet the vocabulary: about 4 float32 copies of `[rows, vocab_size]` live
-    at once.
+    `attention="auto"` is flex on a GPU and sdpa_chunked elsewhere; `chunk_blocks` is how many blocks
+    sdpa_math takes at a time.
+    `recompute="mlp"` keeps no feed-forward activation and computes gate and up again in backward; "layer"
+    keeps of each layer only its two residual states, and computes attention again as well.
+    `loss_chunk_rows` slots at a time meet the vocabulary, in float32.
+    `compile=False` leaves every kernel to PyTorch's own operators; flex then holds all scores.
     """
 
     num_hidden_layers: int
@@ -40,9 +43,11 @@ class DrafterConfig:
     sliding_window: int = 2048
     num_target_layers: int = 64
     dtype: str | None = None
-    attention: str = "sdpa_chunked"
+    attention: str = "auto"
+    chunk_blocks: int = 64
     recompute: str = "none"
-    loss_chunk_rows: int = 1024
+    loss_chunk_rows: int = 2048
+    compile: bool = True
 
     def __post_init__(self) -> None:
         require_positive(
@@ -59,6 +64,7 @@ class DrafterConfig:
             "max_position_embeddings",
             "sliding_window",
             "num_target_layers",
+            "chunk_blocks",
             "loss_chunk_rows",
         )
         require_choice("attention backend", self.attention, ATTENTION_BACKENDS)

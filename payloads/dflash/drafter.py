@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from dflash.anchors import draw_anchors
-from dflash.attention import Attend, prepare_attention
+from dflash.attention import prepare_attention
+from dflash.attention.interface import KeyLayout
 from dflash.blocks import Blocks, lay_out
 from dflash.checks import (
     check_objective,
@@ -27,12 +27,16 @@ from dflash.checks import (
     checked_mask_token,
 )
 from dflash.config import FULL, SLIDING, DrafterConfig
+from dflash.execution import Execution, choose_execution
+from dflash.gathering import select_rows
 from dflash.layers import Context, DrafterLayer
 from dflash.loss import RowScores, Teacher, score_rows
-from dflash.masks import Visibility
 from dflash.metrics import Metrics, summarize
+from dflash.projections import Plan
 from dflash.rope import RopeTable, rope_table
 from dflash.row import Row, read_row
+from dflash.transfer import to_device
+from dflash.visibility import Visibility
 
 INITIAL_STD = 0.02
 
@@ -153,14 +157,16 @@ class DFlashDrafter(nn.Module):
             lengths=lengths,
             position_ids=position_ids,
         )
+        # The largest product before the layers goes first: the card is busy while the host lays out blocks.
+        context_SH = self.hidden_norm(self.fc(row.features_SF.to(self.fc.weight.dtype)))
         blocks = self._blocks(row, anchors, seed)
         teacher = None
         if teacher_states is not None:
             teacher = Teacher(
                 states_SH=teacher_states[0].detach(), tokens_R=blocks.teachers_R, kl_weight=kl_weight
             )
-        labels_R = row.tokens_S[blocks.labels_R.to(row.tokens_S.device)]
-        scores = self._score(row, blocks, labels_R, teacher)
+        labels_R = row.tokens_S[to_device(blocks.labels_R, row.tokens_S.device)]
+        scores = self._score(row, context_SH, blocks, labels_R, teacher)
         weights_R = _slot_weights(blocks, gamma, scores.losses_R)
         loss_sum, weight_sum = (weights_R * scores.losses_R).sum(), weights_R.sum()
         loss = loss_sum / weight_sum if blocks.has_loss else self._zero_loss(loss_sum)
@@ -173,68 +179,68 @@ class DFlashDrafter(nn.Module):
             chosen = checked_anchors(anchors, row.packing.row_length)
         return lay_out(row.packing, row.loss_mask_S, chosen, block_size=self.block_size)
 
-    def _score(self, row: Row, blocks: Blocks, labels_R: Tensor, teacher: Teacher | None) -> RowScores:
+    def _score(
+        self, row: Row, context_SH: Tensor, blocks: Blocks, labels_R: Tensor, teacher: Teacher | None
+    ) -> RowScores:
         if not blocks.has_loss:
             exact = torch.promote_types(torch.float32, self.fc.weight.dtype)
             return RowScores(labels_R.to(exact), labels_R, None if teacher is None else labels_R)
+        execution = choose_execution(
+            self.config,
+            device=context_SH.device,
+            dtype=context_SH.dtype,
+            needs_gradients=torch.is_grad_enabled(),
+        )
+        states_TH = self._draft(row, context_SH, blocks, execution)
         # Only valid slots meet the final norm and the vocabulary, in the order of their teachers.
-        states_RH = self._draft(row, blocks).index_select(0, blocks.slots_R.to(labels_R.device))
         return score_rows(
-            self.norm(states_RH),
+            self.norm(select_rows(states_TH, to_device(blocks.slots_R, labels_R.device))),
             self.lm_head.weight,
             labels_R,
             teacher=teacher,
             chunk_rows=self.config.loss_chunk_rows,
+            is_compiled=execution.is_compiled,
         )
 
-    def _draft(self, row: Row, blocks: Blocks) -> Tensor:
+    def _draft(self, row: Row, context_SH: Tensor, blocks: Blocks, execution: Execution) -> Tensor:
         """Return the slots' states `[T, H]` after the last layer, before the final norm."""
         device = row.tokens_S.device
-        anchors_N = blocks.anchors_N.to(device)
+        anchors_N = to_device(blocks.anchors_N, device)
         block_tokens_NB = row.tokens_S.new_full((blocks.count, self.block_size), self.mask_token_id)
         block_tokens_NB[:, 0] = row.tokens_S[anchors_N]
         slots_B = torch.arange(self.block_size, device=device)
-        context = Context(
-            states_SH=self.hidden_norm(self.fc(row.features_SF.to(self.fc.weight.dtype))),
-            rope_S=self._rope(row.positions_S),
-            slot_rope_T=self._rope((row.positions_S[anchors_N, None] + slots_B).flatten()),
+        windows = {SLIDING: self.config.sliding_window, FULL: None}
+        attend = prepare_attention(
+            execution,
+            {
+                kind: Visibility(
+                    blocks=blocks, context_length=len(context_SH), window=windows[kind], device=device
+                )
+                for kind in dict.fromkeys(self.config.layer_types)
+            },
         )
-        attend = self._attention(row, blocks)
+        layout = next(iter(attend.values())).layout
+        plan = Plan(
+            layout=layout,
+            rope_K=self._rope(
+                layout, row.positions_S, (row.positions_S[anchors_N, None] + slots_B).flatten()
+            ),
+            eps=self.config.rms_norm_eps,
+            is_compiled=execution.is_compiled,
+        )
+        context = Context(states_SH=context_SH, plan=plan)
         states_TH: Tensor = self.embed_tokens(block_tokens_NB).flatten(0, 1).to(self.fc.weight.dtype)
         for layer, layer_type in zip(self.layers, self.config.layer_types, strict=True):
-            states_TH = self._run(layer, states_TH, context, attend[layer_type])
+            states_TH = layer(states_TH, context, attend[layer_type])
         return states_TH
 
-    def _run(self, layer: nn.Module, states_TH: Tensor, context: Context, attend: Attend) -> Tensor:
-        output_TH: Tensor
-        if self.config.recompute == "layer" and torch.is_grad_enabled():
-            # Nothing in a layer is random.
-            output_TH = checkpoint(
-                layer, states_TH, context, attend, use_reentrant=False, preserve_rng_state=False
-            )
-        else:
-            output_TH = layer(states_TH, context, attend)
-        return output_TH
-
-    def _attention(self, row: Row, blocks: Blocks) -> dict[str, Attend]:
-        """Return attention prepared for each kind of layer that there is."""
-        windows = {SLIDING: self.config.sliding_window, FULL: None}
-        return {
-            layer_type: prepare_attention(
-                self.config.attention,
-                Visibility(
-                    blocks,
-                    context_length=row.packing.row_length,
-                    window=windows[layer_type],
-                    device=row.tokens_S.device,
-                ),
-            )
-            for layer_type in dict.fromkeys(self.config.layer_types)
-        }
-
-    def _rope(self, positions_L: Tensor) -> RopeTable:
+    def _rope(self, layout: KeyLayout, context_S: Tensor, slots_T: Tensor) -> RopeTable:
+        """Return the angles of every key row; padding is at position 0."""
+        positions_K = context_S.new_zeros(layout.key_rows)
+        positions_K[: layout.context_rows] = context_S
+        positions_K[layout.slots] = slots_T
         return rope_table(
-            positions_L,
+            positions_K,
             head_dim=self.config.head_dim,
             theta=self.config.rope_theta,
             dtype=self.fc.weight.dtype,
@@ -257,5 +263,5 @@ def _required(verifier_last_hidden: Tensor | None) -> Tensor:
 
 
 def _slot_weights(blocks: Blocks, gamma: float, losses_R: Tensor) -> Tensor:
-    numbers_R = blocks.slot_numbers_R().to(losses_R)
+    numbers_R = to_device(blocks.slot_numbers_R(), losses_R.device).to(losses_R.dtype)
     return torch.exp(-(numbers_R - 1) / gamma)

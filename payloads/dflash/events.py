@@ -9,6 +9,7 @@ Knows nothing of torch; a value is anything that `float()` takes.
 
     {"kind": "metric", "name": "timed.mean_ms", "value": 12.3, "step": 3}
     {"kind": "phase", "name": "warmup"}
+    {"kind": "warning", "about": "attention", "message": "flex cannot run here: …"}
 """
 
 import contextlib
@@ -34,6 +35,11 @@ def emit_metric(name: str, value: SupportsFloat, *, step: int | None = None) -> 
 def emit_phase(name: str) -> None:
     """Say that a phase begins; it lasts until the next one."""
     _send({"kind": "phase", "name": _shortened(name)})
+
+
+def emit_warning(about: str, message: str) -> None:
+    """Say that something works otherwise than was asked for."""
+    _send({"kind": "warning", "about": _shortened(about), "message": _shortened(message)})
 
 
 def _shortened(name: str) -> str:

@@ -1,29 +1,33 @@
 """One layer of the drafter: attention from slots over context and block, then SwiGLU.
 
-Knows the weights under their serving names and their order of use. The context is shared and never updated:
-it meets each layer's key and value weights without that layer's input norm. Which keys a slot sees is
-`Attend`'s part.
+Knows the weights under their serving names, their order of use, and what is computed again in backward. The
+context is shared and never updated: it meets each layer's key and value weights without that layer's input
+norm. Which keys a slot sees is `Attend`'s part; the products and norms are those of `dflash.projections` and
+`dflash.feed_forward`.
 
-Shape letters: S context tokens, T drafted slots, H hidden, A query heads, G key-value heads, D head_dim.
+Shape letters: S context tokens, T slots, X = A·D query width, H hidden.
 """
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
-from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
-from dflash.attention import Attend, KeysValues
+from dflash.attention import Attend
 from dflash.config import DrafterConfig
-from dflash.rope import RopeTable, rotate
+from dflash.feed_forward import FeedForwardWeights, feed_forward
+from dflash.projections import Plan, ProjectionWeights, project
+
+PART_COLUMNS = 4352  # a quarter of the reference's; narrower ones leave the card's matrix units idle
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Context:
-    """What every layer attends to: states of the row's tokens and the positions of tokens and slots."""
+    """What every layer attends to, and how its keys are laid out."""
 
     states_SH: Tensor
-    rope_S: RopeTable
-    slot_rope_T: RopeTable
+    plan: Plan
 
 
 class DrafterLayer(nn.Module):
@@ -31,6 +35,10 @@ class DrafterLayer(nn.Module):
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
+        self.recomputes_attention = config.recompute == "layer"
+        # With attention computed again as well, memory is what is short: gate and up come in parts.
+        parts = {"none": None, "mlp": config.intermediate_size, "layer": PART_COLUMNS}
+        self.part_columns = parts[config.recompute]
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = BlockAttention(config)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -38,9 +46,32 @@ class DrafterLayer(nn.Module):
 
     def forward(self, slots_TH: Tensor, context: Context, attend: Attend) -> Tensor:
         """Return the slots' states `[T, H]` after this layer."""
-        slots_TH = slots_TH + self.self_attn(self.input_layernorm(slots_TH), context, attend)
-        output_TH: Tensor = slots_TH + self.mlp(self.post_attention_layernorm(slots_TH))
-        return output_TH
+        norm_H = self.input_layernorm.weight
+        if self.recomputes_attention and torch.is_grad_enabled():
+            # Nothing in a layer is random.
+            slots_TH = checkpoint(
+                self.self_attn,
+                slots_TH,
+                norm_H,
+                context,
+                attend,
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
+        else:
+            slots_TH = self.self_attn(slots_TH, norm_H, context, attend)
+        return feed_forward(
+            slots_TH,
+            FeedForwardWeights(
+                self.post_attention_layernorm.weight,
+                self.mlp.gate_proj.weight,
+                self.mlp.up_proj.weight,
+                self.mlp.down_proj.weight,
+            ),
+            eps=context.plan.eps,
+            part_columns=self.part_columns,
+            is_compiled=context.plan.is_compiled,
+        )
 
 
 class BlockAttention(nn.Module):
@@ -48,7 +79,6 @@ class BlockAttention(nn.Module):
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
         query_width = config.num_attention_heads * config.head_dim
         key_width = config.num_key_value_heads * config.head_dim
         self.q_proj = nn.Linear(config.hidden_size, query_width, bias=False)
@@ -58,37 +88,26 @@ class BlockAttention(nn.Module):
         self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
 
-    def forward(self, normed_TH: Tensor, context: Context, attend: Attend) -> Tensor:
-        """Return what attention adds to the slots, `[T, H]`."""
-        queries_TAD = rotate(self.q_norm(self._heads(self.q_proj(normed_TH))), context.slot_rope_T)
-        mixed_TH = attend(
-            queries_TAD,
-            self._keys_values(context.states_SH, context.rope_S),
-            self._keys_values(normed_TH, context.slot_rope_T),
+    def forward(self, slots_TH: Tensor, norm_H: Tensor, context: Context, attend: Attend) -> Tensor:
+        """Return the slots' states with what attention adds to them, `[T, H]`."""
+        weights = ProjectionWeights(
+            norm_H,
+            self.q_proj.weight,
+            self.k_proj.weight,
+            self.v_proj.weight,
+            self.q_norm.weight,
+            self.k_norm.weight,
         )
-        output_TH: Tensor = self.o_proj(mixed_TH)
-        return output_TH
-
-    def _keys_values(self, states_LH: Tensor, rope_L: RopeTable) -> KeysValues:
-        keys_LGD = rotate(self.k_norm(self._heads(self.k_proj(states_LH))), rope_L)
-        return KeysValues(keys_LGD, self._heads(self.v_proj(states_LH)))
-
-    def _heads(self, projected_LX: Tensor) -> Tensor:
-        return projected_LX.view(len(projected_LX), -1, self.head_dim)
+        projected = project(slots_TH, context.states_SH, weights, context.plan)
+        mixed_TX = attend(projected.queries_QAD, projected.keys_KGD, projected.values_KGD)
+        return torch.addmm(projected.slots_TH, mixed_TX, self.o_proj.weight.t())
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) · up(x))."""
+    """The weights of down(silu(gate(x))·up(x)) under their serving names."""
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, normed_TH: Tensor) -> Tensor:
-        """Return what the feed-forward part adds to the slots, `[T, H]`."""
-        output_TH: Tensor = self.down_proj(
-            functional.silu(self.gate_proj(normed_TH)) * self.up_proj(normed_TH)
-        )
-        return output_TH

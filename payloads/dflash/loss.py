@@ -4,16 +4,23 @@ The head is frozen, so a row's gradient needs nothing that only backward knows e
 computes it while the chunk's logits exist, and backward scales it. Losses come back per row, so weights and
 denominators, even those that depend on the losses or on other ranks, are the caller's and may be known late.
 
+Rows are sorted by the token that teaches them and chunks end between tokens, so each token's teacher logits
+are computed once. One set of buffers serves all chunks.
+
 Shape letters: R rows, C rows of one chunk, P distinct teacher tokens of one chunk, S tokens of the row,
 H hidden, V vocabulary.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from dflash import loss_rows
+from dflash.transfer import to_device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,14 +41,22 @@ class RowScores(NamedTuple):
 
 
 def score_rows(
-    states_RH: Tensor, head_VH: Tensor, labels_R: Tensor, *, teacher: Teacher | None, chunk_rows: int
+    states_RH: Tensor,
+    head_VH: Tensor,
+    labels_R: Tensor,
+    *,
+    teacher: Teacher | None,
+    chunk_rows: int,
+    is_compiled: bool = True,
 ) -> RowScores:
     """Return each row's (1 − kl_weight)·CE(label) + kl_weight·KL(teacher ‖ draft); CE alone untaught.
 
-    Losses and logits are float32 (float64 for float64 states). Only `states_RH` gets a gradient.
+    Losses and logits are float32 (float64 for float64 states). Only `states_RH` gets a gradient. A chunk has
+    at most `chunk_rows` rows, or as many as one token teaches; `is_compiled` allows kernels of our own, which
+    there are for float32 logits on a GPU.
     """
-    scorer = _Scorer(head_VH, states_RH, teacher)
     chunks = _plan_chunks(len(states_RH), chunk_rows, teacher, states_RH.device)
+    scorer = _Scorer(states_RH, head_VH, teacher, chunks, is_compiled=is_compiled)
     apply: Any = _ScoredRows.apply
     return RowScores(*apply(states_RH, labels_R, scorer, chunks))
 
@@ -49,13 +64,18 @@ def score_rows(
 class _ScoredRows(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, states_RH: Tensor, labels_R: Tensor, scorer: "_Scorer", chunks: list["_Chunk"]
+        ctx: Any, states_RH: Tensor, labels_R: Tensor, scorer: "_Scorer", chunks: Sequence["_Chunk"]
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        scored = [scorer.score(states_RH[chunk.rows], labels_R[chunk.rows], chunk) for chunk in chunks]
+        gradients_RH = torch.empty_like(states_RH) if scorer.wants_gradients else None
+        scored = []
+        for chunk in chunks:
+            gradients_CH = None if gradients_RH is None else gradients_RH[chunk.rows]
+            scored.append(scorer.score(states_RH[chunk.rows], labels_R[chunk.rows], chunk, gradients_CH))
         losses_R = torch.cat([part.losses_C for part in scored])
         predicted_R = torch.cat([part.predicted_C for part in scored])
-        taught_R = _cat_present([part.taught_C for part in scored])
-        ctx.save_for_backward(_cat_present([part.gradients_CH for part in scored]))
+        taught = [part.taught_C for part in scored if part.taught_C is not None]
+        taught_R = torch.cat(taught) if taught else None
+        ctx.save_for_backward(gradients_RH)
         ctx.mark_non_differentiable(*[part for part in (predicted_R, taught_R) if part is not None])
         return losses_R, predicted_R, taught_R
 
@@ -64,8 +84,7 @@ class _ScoredRows(torch.autograd.Function):
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
         (gradients_RH,) = ctx.saved_tensors
         # The factor is float32, so the product is too; it is rounded once.
-        scaled_RH = gradients_RH * incoming[0][:, None]
-        return scaled_RH.to(gradients_RH.dtype), None, None, None
+        return (gradients_RH * incoming[0][:, None]).to(gradients_RH.dtype), None, None, None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,112 +95,125 @@ class _Chunk:
     tokens_P: Tensor | None = None
     token_of_row_C: Tensor | None = None
 
+    @property
+    def size(self) -> int:
+        count: int = self.rows.stop - self.rows.start
+        return count
 
-def _plan_chunks(rows: int, chunk_rows: int, teacher: Teacher | None, device: torch.device) -> list[_Chunk]:
-    slices = [slice(start, min(start + chunk_rows, rows)) for start in range(0, rows, chunk_rows)]
+
+def _plan_chunks(
+    rows: int, chunk_rows: int, teacher: Teacher | None, device: torch.device
+) -> Sequence[_Chunk]:
     if teacher is None:
-        return [_Chunk(rows=part) for part in slices]
-    # Sorted tokens: a token's rows are neighbours, so its logits are computed once, or twice at a border.
-    distinct = [torch.unique_consecutive(teacher.tokens_R[part], return_inverse=True) for part in slices]
-    tokens = torch.cat([tokens_P for tokens_P, _ in distinct]).to(device)
-    indices = torch.cat([index_C for _, index_C in distinct]).to(device)
-    tokens_by_chunk = torch.split(tokens, [len(tokens_P) for tokens_P, _ in distinct])
-    return [
-        _Chunk(rows=part, tokens_P=tokens_P, token_of_row_C=indices[part])
-        for part, tokens_P in zip(slices, tokens_by_chunk, strict=True)
-    ]
+        return [
+            _Chunk(rows=slice(first, min(first + chunk_rows, rows))) for first in range(0, rows, chunk_rows)
+        ]
+    tokens, index_R, counts = torch.unique_consecutive(
+        teacher.tokens_R, return_inverse=True, return_counts=True
+    )
+    on_device, index_on_device_R = to_device(tokens, device), to_device(index_R, device)
+    ends = counts.cumsum(0)
+    chunks, first_row, first_token = [], 0, 0
+    while first_row < rows:
+        # As many tokens as fit, and at least one.
+        end_token = max(first_token + 1, int(torch.searchsorted(ends, first_row + chunk_rows, right=True)))
+        end_row = int(ends[end_token - 1])
+        chunks.append(
+            _Chunk(
+                rows=slice(first_row, end_row),
+                tokens_P=on_device[first_token:end_token],
+                token_of_row_C=index_on_device_R[first_row:end_row] - first_token,
+            )
+        )
+        first_row, first_token = end_row, end_token
+    return chunks
 
 
 class _ChunkScores(NamedTuple):
     losses_C: Tensor
     predicted_C: Tensor
     taught_C: Tensor | None
-    gradients_CH: Tensor | None
-
-
-class _Lesson(NamedTuple):
-    """What the teacher says to the rows of one chunk."""
-
-    probabilities_CV: Tensor
-    negative_entropy_C: Tensor
-    taught_C: Tensor
-    kl_weight: float
 
 
 class _Scorer:
-    """Everything that is the same for all chunks: the head, the teacher, and whether gradients are wanted."""
+    """What is the same for all chunks: head, teacher, buffers, and whether gradients are wanted."""
 
-    def __init__(self, head_VH: Tensor, states_RH: Tensor, teacher: Teacher | None) -> None:
+    def __init__(
+        self,
+        states_RH: Tensor,
+        head_VH: Tensor,
+        teacher: Teacher | None,
+        chunks: Sequence[_Chunk],
+        *,
+        is_compiled: bool,
+    ) -> None:
+        self.wants_gradients = torch.is_grad_enabled() and states_RH.requires_grad
         self._head = _Head(head_VH, states_RH.dtype)
         self._teacher = teacher
-        self._wants_gradient = torch.is_grad_enabled() and states_RH.requires_grad
+        self._rows = loss_rows.choose(states_RH.device, self._head.exact, is_compiled=is_compiled)
+        most_rows = max((chunk.size for chunk in chunks), default=0)
+        self._logits_CV = self._head.buffer(most_rows)
+        tokens = (0 if chunk.tokens_P is None else len(chunk.tokens_P) for chunk in chunks)
+        self._teacher_PV = self._head.buffer(max(tokens, default=0))
 
-    def score(self, states_CH: Tensor, labels_C: Tensor, chunk: _Chunk) -> _ChunkScores:
+    def score(
+        self, states_CH: Tensor, labels_C: Tensor, chunk: _Chunk, gradients_CH: Tensor | None
+    ) -> _ChunkScores:
+        """Return the chunk's scores, and write its rows' gradients where there is room for them."""
         lesson = None if self._teacher is None else self._lesson(self._teacher, chunk)
-        logits_CV = self._head.logits(states_CH)
-        predicted_C = logits_CV.argmax(dim=-1)
-        log_draft_CV = logits_CV.log_softmax(dim=-1)
-        del logits_CV  # as large as everything else here
-        losses_C = -log_draft_CV.gather(1, labels_C[:, None])[:, 0]
-        if lesson is not None:
-            cross_entropy_C = -(lesson.probabilities_CV * log_draft_CV).sum(dim=-1)
-            losses_C = losses_C.lerp(lesson.negative_entropy_C + cross_entropy_C, lesson.kl_weight)
-        gradients_CH = None
-        if self._wants_gradient:
-            gradients_CV = _logit_gradients_(log_draft_CV, labels_C, lesson)
-            gradients_CH = self._head.row_gradients(gradients_CV).to(states_CH.dtype)
-        return _ChunkScores(losses_C, predicted_C, None if lesson is None else lesson.taught_C, gradients_CH)
+        logits_CV = self._logits_CV[: chunk.size]
+        self._head.logits(states_CH, out=logits_CV)
+        # Gradients are rounded to the head's type, in which their product with it is taken.
+        wanted = None if gradients_CH is None else self._head.dtype
+        losses_C, predicted_C, gradients_CV = self._rows.score(logits_CV, labels_C, lesson, wanted)
+        if gradients_CH is not None:
+            assert gradients_CV is not None
+            self._head.row_gradients(gradients_CV, out=gradients_CH)
+        taught_C = None if lesson is None else lesson.summary.taught_P[lesson.token_of_row_C]
+        return _ChunkScores(losses_C, predicted_C, taught_C)
 
-    def _lesson(self, teacher: Teacher, chunk: _Chunk) -> _Lesson:
+    def _lesson(self, teacher: Teacher, chunk: _Chunk) -> loss_rows.Lesson:
         assert chunk.tokens_P is not None
         assert chunk.token_of_row_C is not None
-        log_teacher_PV = self._head.logits(teacher.states_SH[chunk.tokens_P]).log_softmax(dim=-1)
-        probabilities_PV = log_teacher_PV.exp()
-        negative_entropy_P = log_teacher_PV.mul_(probabilities_PV).sum(dim=-1)
-        return _Lesson(
-            probabilities_CV=probabilities_PV[chunk.token_of_row_C],
-            negative_entropy_C=negative_entropy_P[chunk.token_of_row_C],
-            taught_C=probabilities_PV.argmax(dim=-1)[chunk.token_of_row_C],
+        logits_PV = self._teacher_PV[: len(chunk.tokens_P)]
+        self._head.logits(teacher.states_SH[chunk.tokens_P], out=logits_PV)
+        return loss_rows.Lesson(
+            logits_PV=logits_PV,
+            summary=self._rows.summarize_teacher(logits_PV),
+            token_of_row_C=chunk.token_of_row_C,
             kl_weight=teacher.kl_weight,
         )
 
 
-def _logit_gradients_(log_draft_CV: Tensor, labels_C: Tensor, lesson: _Lesson | None) -> Tensor:
-    """Turn log-probabilities into p − (1 − w)·onehot(label) − w·q, in place."""
-    gradients_CV = log_draft_CV.exp_()
-    kl_weight = 0.0
-    if lesson is not None:
-        kl_weight = lesson.kl_weight
-        gradients_CV.sub_(lesson.probabilities_CV, alpha=kl_weight)
-    certain_C1 = gradients_CV.new_full((len(labels_C), 1), kl_weight - 1.0)
-    return gradients_CV.scatter_add_(1, labels_C[:, None], certain_C1)
-
-
 class _Head:
-    """The two products with the frozen head, both into float32 or wider: bfloat16 logits spoil the KL.
+    """The two products with the frozen head. Logits are float32 or wider: bfloat16 ones spoil the KL.
 
     On CUDA a bfloat16 or float16 head multiplies in its own type, to which states and logit gradients are
     rounded, and only the sums are float32. Everywhere else, and for float64 states, the head is widened.
     """
 
     def __init__(self, head_VH: Tensor, states_dtype: torch.dtype) -> None:
-        exact = torch.promote_types(torch.float32, states_dtype)
+        self.exact = torch.promote_types(torch.float32, states_dtype)
         is_narrow = head_VH.dtype in (torch.bfloat16, torch.float16)
-        self._is_mixed = is_narrow and head_VH.is_cuda and exact == torch.float32
-        self._head_VH = head_VH.detach() if self._is_mixed else head_VH.detach().to(exact)
+        self._is_mixed = is_narrow and head_VH.is_cuda and self.exact == torch.float32
+        self._head_VH = head_VH.detach() if self._is_mixed else head_VH.detach().to(self.exact)
+        self.dtype = self._head_VH.dtype
 
-    def logits(self, states_LH: Tensor) -> Tensor:
-        return self._product(states_LH, self._head_VH.t())
+    def buffer(self, rows: int) -> Tensor:
+        """Return room for that many rows of logits."""
+        return self._head_VH.new_empty(rows, len(self._head_VH), dtype=self.exact)
 
-    def row_gradients(self, logit_gradients_CV: Tensor) -> Tensor:
-        return self._product(logit_gradients_CV, self._head_VH)
+    def logits(self, states_LH: Tensor, *, out: Tensor) -> None:
+        self._multiply(states_LH.to(self.dtype), self._head_VH.t(), out)
 
-    def _product(self, rows: Tensor, matrix: Tensor) -> Tensor:
-        rows = rows.to(matrix.dtype)
-        # Only CUDA multiplies a narrow type into float32.
-        return torch.mm(rows, matrix, out_dtype=torch.float32) if self._is_mixed else torch.mm(rows, matrix)
+    def row_gradients(self, logit_gradients_CV: Tensor, *, out: Tensor) -> None:
+        self._multiply(logit_gradients_CV, self._head_VH, out)
 
-
-def _cat_present(parts: list[Tensor | None]) -> Tensor | None:
-    present = [part for part in parts if part is not None]
-    return torch.cat(present) if present else None
+    def _multiply(self, rows: Tensor, matrix: Tensor, out: Tensor) -> None:
+        if out.dtype == matrix.dtype:
+            torch.mm(rows, matrix, out=out)
+        elif self._is_mixed:
+            # Only CUDA multiplies a narrow type into float32.
+            torch.mm(rows, matrix, out_dtype=torch.float32, out=out)
+        else:
+            out.copy_(rows @ matrix)

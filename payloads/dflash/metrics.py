@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dflash.blocks import Blocks
 from dflash.loss import RowScores
+from dflash.transfer import to_device
 
 Metrics = dict[str, Tensor]
 
@@ -29,9 +30,9 @@ def summarize(
     metrics = {
         "loss_sum": loss_sum.detach(),
         "weight_sum": weight_sum,
-        "valid_slots": torch.tensor(len(labels_R), device=device),
-        "blocks": torch.tensor(blocks.count, device=device),
-        "rows_without_loss": torch.tensor(int(not blocks.has_loss), device=device),
+        "valid_slots": torch.full((), len(labels_R), device=device),
+        "blocks": torch.full((), blocks.count, device=device),
+        "rows_without_loss": torch.full((), int(not blocks.has_loss), device=device),
     }
     metrics |= _agreement(blocks, scores.predicted_R == labels_R, prefix="")
     if scores.taught_R is not None:
@@ -41,7 +42,7 @@ def summarize(
 
 def _agreement(blocks: Blocks, hits_R: Tensor, *, prefix: str) -> Metrics:
     hits_T = hits_R.new_zeros(blocks.count * blocks.block_size)
-    hits_T[blocks.slots_R.to(hits_R.device)] = hits_R
+    hits_T[to_device(blocks.slots_R, hits_R.device)] = hits_R
     hits_NB = hits_T.view(-1, blocks.block_size)
     correct_slots = hits_R.sum()
     streak_sum = hits_NB[:, 1:].long().cumprod(dim=1).sum()

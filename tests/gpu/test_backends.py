@@ -1,11 +1,13 @@
-"""Both attention backends on a card give what the float64 reference gives, by the kernels meant for them."""
+"""Every attention backend on a card gives what the float64 reference gives, by the kernels meant for it."""
 
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from dflash import notices
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.gpu.benches import build_on, errors, exact
@@ -14,12 +16,12 @@ from tests.payload.cases import FULL, SLIDING, Case
 pytestmark = pytest.mark.gpu
 
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 6e-2}
-BACKENDS = ("eager", "sdpa_chunked")
+BACKENDS = ("flex", "sdpa_chunked", "sdpa_math", "eager")
 SMALL = Case(
     hidden_size=64,
     num_attention_heads=6,
     num_key_value_heads=2,
-    head_dim=16,
+    head_dim=32,
     intermediate_size=96,
     vocab_size=101,
     mask_token_id=100,
@@ -47,6 +49,7 @@ ROWS = {
         anchors=tuple(range(3, 62, 9)),
     ),
     "more blocks than fit one chunk": replace(SMALL, anchors=tuple(range(1, 187, 2))),
+    "row shorter than a tile, few slots": replace(SMALL, lengths=(9, 7), padding=0, anchors=(2, 11)),
 }
 
 
@@ -61,10 +64,11 @@ def test_loss_and_gradients_equal_the_float64_reference(
     assert max(found.values()) < TOLERANCE[dtype], found
 
 
+@pytest.mark.parametrize("recompute", ["mlp", "layer"])
 @pytest.mark.parametrize("attention", BACKENDS)
-def test_recomputing_layers_changes_no_result(card: torch.device, attention: str) -> None:
+def test_recomputing_changes_no_result(card: torch.device, attention: str, recompute: str) -> None:
     case = replace(SMALL, dtype=torch.float32)
-    found = errors(build_on(card, replace(case, attention=attention, recompute="layer")), exact(case))
+    found = errors(build_on(card, replace(case, attention=attention, recompute=recompute)), exact(case))
     assert max(found.values()) < TOLERANCE[torch.float32], found
 
 
@@ -83,7 +87,7 @@ def test_float32_drafter_with_a_bfloat16_target(card: torch.device, attention: s
     assert {p.grad.dtype for p in bench.drafter.parameters() if p.grad is not None} == {torch.float32}
 
 
-class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
+class Operators(TorchDispatchMode):
     """Notes which operators run, backward included, and the largest tensor of float32 that any returned."""
 
     def __init__(self) -> None:
@@ -118,6 +122,41 @@ def test_chunks_are_attended_by_the_memory_efficient_kernel(
     assert "softmax" not in " ".join(operators.names - {"_log_softmax"})
 
 
+def test_flex_skips_what_nobody_sees(card: torch.device) -> None:
+    bench = build_on(card, replace(MIDDLE, attention="flex"))
+    with Operators() as operators:
+        torch.autograd.backward(bench.run()[0])
+    assert operators.largest_float32 < MIDDLE_SCORES / 16
+    assert not {name for name in operators.names if "scaled_dot_product" in name}
+
+
+def test_uncompiled_flex_holds_scores_and_says_so(
+    card: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notices, "_said", set())
+    case = replace(SMALL, dtype=torch.float32, attention="flex", compile=False)
+    with pytest.warns(notices.DFlashWarning, match="runs uncompiled and holds scores"):
+        found = errors(build_on(card, case), exact(case))
+    assert max(found.values()) < TOLERANCE[torch.float32], found
+
+
+@pytest.mark.parametrize("recompute", ["none", "layer"])
+def test_fifty_rows_of_differing_lengths_need_a_handful_of_graphs(card: torch.device, recompute: str) -> None:
+    torch.compiler.reset()
+    counts = []
+    for number in range(50):
+        lengths = (150 + (37 * number) % 353, 50 + (13 * number) % 229)
+        anchors = tuple(range(1, sum(lengths) - 1, 9 + number % 7))
+        case = replace(SMALL, lengths=lengths, anchors=anchors, dtype=torch.bfloat16, recompute=recompute)
+        loss, _ = build_on(card, replace(case, attention="flex")).run()
+        torch.autograd.backward(loss)
+        assert torch.isfinite(loss.detach())
+        counts.append(counters["stats"]["unique_graphs"])
+    made = counts[-1] - counts[0] + 10
+    assert made <= 40, counts
+    assert counts[-1] == counts[15], counts
+
+
 # Between the smallest sizes and the reference's: 256 blocks of 16 slots over a row of 4,096 tokens.
 MIDDLE = Case(
     layer_types=(SLIDING, SLIDING, FULL),
@@ -142,9 +181,14 @@ MIDDLE = Case(
 MIDDLE_SCORES = 16 * 4096 * (4096 + 4096)  # heads × slots × keys: 2 GiB in float32, for one layer
 
 
-def test_middle_size_stays_below_what_its_tensors_need_without_scores(card: torch.device) -> None:
+@pytest.mark.parametrize("attention", ["sdpa_chunked", "flex"])
+def test_middle_size_stays_below_what_its_tensors_need_without_scores(
+    card: torch.device, attention: str
+) -> None:
     mib = 2**20
-    bench = build_on(card, MIDDLE)
+    bench = build_on(card, replace(MIDDLE, attention=attention))
+    torch.autograd.backward(bench.run()[0])  # what compiling takes is not the work's
+    bench.drafter.zero_grad()
     torch.cuda.reset_peak_memory_stats(card)
     torch.autograd.backward(bench.run()[0])
     peak = torch.cuda.max_memory_allocated(card)

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from dflash import DFlashDrafter, create_drafter_config
+from dflash.blocks import Blocks, lay_out
+from dflash.packing import pack
 from torch import Tensor
 
 from tests.payload.reference import Architecture, Objective, Outcome, ReferenceDrafter, Row, documents
@@ -45,6 +47,8 @@ class Case:
     attention: str = "eager"
     recompute: str = "none"
     loss_chunk_rows: int = 1024
+    chunk_blocks: int = 64
+    compile: bool = True
     dtype: torch.dtype = torch.float64
     seed: int = 0
 
@@ -125,6 +129,8 @@ def config_of(case: Case, **overrides: Any) -> Any:
         "attention": case.attention,
         "recompute": case.recompute,
         "loss_chunk_rows": case.loss_chunk_rows,
+        "chunk_blocks": case.chunk_blocks,
+        "compile": case.compile,
     }
     return create_drafter_config(num_draft_layers=len(case.layer_types), **{**numbers, **overrides})
 
@@ -182,6 +188,15 @@ def arguments_of(case: Case, row: Row) -> dict[str, Any]:
     if case.anchors is not None:
         arguments["anchors"] = torch.tensor(case.anchors, dtype=torch.long)
     return arguments
+
+
+def blocks_of(case: Case) -> Blocks:
+    """Return the payload's blocks of the case's row and anchors."""
+    assert case.anchors is not None
+    row = build_row(case)
+    packing = pack(case.lengths, case.row_length)
+    mask = torch.tensor(row.loss_mask)
+    return lay_out(packing, mask, torch.tensor(case.anchors), block_size=case.block_size)
 
 
 def architecture_of(case: Case) -> Architecture:

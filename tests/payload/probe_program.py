@@ -1,4 +1,4 @@
-"""The out-of-memory probe as a program: its experiment's parameters, one run, and what that run said."""
+"""The probes as programs: their experiments' parameters, one run, and what that run said."""
 
 import json
 import os
@@ -12,13 +12,14 @@ from typing import Any
 
 import yaml
 
-EXPERIMENT = Path(__file__).parents[2] / "experiments" / "oom_probe.yaml"
-MODULE = "dflash.probes.oom"
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+OOM = "oom_probe"
+LONGEST_S = 600  # kernels are compiled on a card
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finished:
-    """One run of the probe: what it printed, and the events it sent."""
+    """One run of a probe: what it printed, and the events it sent."""
 
     code: int
     out: str
@@ -31,31 +32,57 @@ class Finished:
     def losses(self) -> list[str]:
         return re.findall(r"loss (\S+),", self.out)
 
+    def table_row(self, first: str) -> list[str]:
+        """Return the cells of the table's line that begins with this one."""
+        (line,) = re.findall(rf"^{re.escape(first)}  .*$", self.out, re.MULTILINE)
+        return re.split(r"\s{2,}", line)
 
-def experiment() -> dict[str, Any]:
-    loaded: dict[str, Any] = yaml.safe_load(EXPERIMENT.read_text())
+
+def experiment(name: str = OOM) -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load((EXPERIMENTS / f"{name}.yaml").read_text())
     return loaded
 
 
-def cpu_params() -> dict[str, Any]:
-    declared = experiment()
+def cpu_params(name: str = OOM) -> dict[str, Any]:
+    declared = experiment(name)
     return {**declared["params"], **declared["profiles"]["cpu"]["params"]}
 
 
-def run_probe(arguments: Sequence[str], *, events: bool = False) -> Finished:
+def assignments(params: dict[str, Any]) -> list[str]:
+    """Return parameters as a probe's arguments."""
+    return [part for name, value in params.items() for part in ("--set", f"{name}={json.dumps(value)}")]
+
+
+def cpu_bounds(name: str = OOM) -> dict[str, dict[str, float]]:
+    """Return what the experiment expects of metrics in its `cpu` profile; null takes a bound away."""
+    declared = experiment(name)
+    changed = declared["profiles"]["cpu"].get("expect", {}).get("metrics", {})
+    bounds = {**declared["expect"]["metrics"], **changed}
+    return {metric: bound for metric, bound in bounds.items() if bound is not None}
+
+
+def run_probe(
+    arguments: Sequence[str],
+    *,
+    events: bool = False,
+    module: str = "dflash.probes.oom",
+    address_space_kib: int | None = None,
+) -> Finished:
+    """Run a probe; with `address_space_kib` larger allocations are refused as where there is no memory."""
     environment = {name: value for name, value in os.environ.items() if name != "ORCH_EVENTS_FD"}
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     reader, writer = os.pipe()
     if events:
         environment["ORCH_EVENTS_FD"] = f"{writer}:{os.fstat(writer).st_ino}"
+    limited = f"ulimit -v {'unlimited' if address_space_kib is None else address_space_kib}"
     done = subprocess.run(
-        [sys.executable, "-m", MODULE, *arguments],
+        ["sh", "-c", f'{limited} && exec "$@"', "sh", sys.executable, "-m", module, *arguments],
         capture_output=True,
         text=True,
         env=environment,
         pass_fds=[writer] if events else [],
         check=False,
-        timeout=120,
+        timeout=LONGEST_S,
     )
     os.close(writer)
     with open(reader, encoding="utf-8") as lines:  # noqa: PTH123  a descriptor has no path

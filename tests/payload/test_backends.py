@@ -1,12 +1,27 @@
 """Attention backends and recomputation change how the work is done, and no number."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from dflash import layers
+from dflash.attention import Attend, prepare_attention
+from dflash.execution import Execution
+from dflash.visibility import Visibility
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.payload.cases import FULL, SLIDING, Case, build, gradients_of, relative_error
+from tests.payload.cases import (
+    FULL,
+    SLIDING,
+    Case,
+    blocks_of,
+    build,
+    gradients_of,
+    leaves,
+    relative_error,
+)
 
 MIXED = (SLIDING, FULL)
 ROWS = {
@@ -40,6 +55,10 @@ ROWS = {
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 
+BACKWARD = ("sdpa_chunked", "sdpa_math")
+POLICIES = ("none", "mlp", "layer")
+
+
 def outcome(case: Case) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """Return loss, parameter gradients and the gradient of the features."""
     bench = build(case)
@@ -49,19 +68,72 @@ def outcome(case: Case) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     return loss.detach(), gradients_of(bench.drafter), features.grad
 
 
+@pytest.mark.parametrize("attention", BACKWARD)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=["float64", "float32"])
 @pytest.mark.parametrize("case", ROWS.values(), ids=ROWS.keys())
-def test_chunked_attention_equals_eager_forward_and_backward(case: Case, dtype: torch.dtype) -> None:
+def test_backends_equal_eager_forward_and_backward(case: Case, dtype: torch.dtype, attention: str) -> None:
     eager_loss, eager, eager_features = outcome(replace(case, dtype=dtype, attention="eager"))
-    chunked_loss, chunked, chunked_features = outcome(replace(case, dtype=dtype, attention="sdpa_chunked"))
-    assert relative_error(chunked_loss, eager_loss) < TOLERANCE[dtype]
-    assert relative_error(chunked_features, eager_features) < TOLERANCE[dtype]
+    loss, gradients, features = outcome(replace(case, dtype=dtype, attention=attention, chunk_blocks=3))
+    assert relative_error(loss, eager_loss) < TOLERANCE[dtype]
+    assert relative_error(features, eager_features) < TOLERANCE[dtype]
     for name, gradient in eager.items():
-        assert relative_error(chunked[name], gradient) < TOLERANCE[dtype], name
+        assert relative_error(gradients[name], gradient) < TOLERANCE[dtype], name
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa_chunked"])
-def test_recomputing_layers_changes_no_gradient(attention: str) -> None:
+@pytest.mark.parametrize("attention", ["eager", *BACKWARD])
+def test_bfloat16_backends_are_as_close_to_float64_as_bfloat16_is(attention: str) -> None:
+    case = replace(ROWS["row not a multiple of 128"], attention=attention)
+    narrow = outcome(replace(case, dtype=torch.bfloat16))
+    # The same weights and states, rounded and then widened.
+    bench = build(replace(case, dtype=torch.bfloat16))
+    weights = leaves(bench.drafter)
+    exact = bench.reference(weights).loss
+    torch.autograd.backward(exact)
+    assert relative_error(narrow[0], exact.detach()) < 5e-3
+    for name, gradient in narrow[1].items():
+        expected = weights[name].grad
+        assert expected is not None
+        assert relative_error(gradient, expected) < 6e-2, name
+
+
+@pytest.mark.filterwarnings("ignore:attention. flex attention runs uncompiled")
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=["float64", "float32"])
+@pytest.mark.parametrize("case", ROWS.values(), ids=ROWS.keys())
+def test_flex_equals_eager_forward(case: Case, dtype: torch.dtype) -> None:
+    for window in (case.sliding_window, None):
+        eager, flex = (attended(case, dtype, window, attention) for attention in ("eager", "flex"))
+        assert relative_error(flex, eager) < TOLERANCE[dtype]
+
+
+def attended(case: Case, dtype: torch.dtype, window: int | None, attention: str) -> Tensor:
+    """Return what one backend makes of random queries, keys and values, `[T, A·D]`."""
+    attend = prepared(case, window, attention)
+    heads, groups, width = case.num_attention_heads, case.num_key_value_heads, case.head_dim
+    generator = torch.Generator().manual_seed(3)
+    queries, keys, values = (
+        torch.randn(rows, parts, width, generator=generator, dtype=torch.float64).to(dtype)
+        for rows, parts in (
+            (attend.layout.query_rows, heads),
+            (attend.layout.key_rows, groups),
+            (attend.layout.key_rows, groups),
+        )
+    )
+    with torch.no_grad():
+        return attend(queries, keys, values)
+
+
+def prepared(case: Case, window: int | None, attention: str) -> Attend:
+    """Return one backend, prepared for the case's row and a window."""
+    execution = Execution(attention=attention, is_compiled=False, chunk_blocks=3)
+    seen = Visibility(
+        blocks=blocks_of(case), context_length=case.row_length, window=window, device=torch.device("cpu")
+    )
+    return prepare_attention(execution, {"layer": seen})["layer"]
+
+
+@pytest.mark.parametrize("recompute", ["mlp", "layer"])
+@pytest.mark.parametrize("attention", ["eager", *BACKWARD])
+def test_recomputing_changes_no_gradient(attention: str, recompute: str) -> None:
     case = Case(
         lengths=(30, 23),
         anchors=(0, 3, 29, 31, 44),
@@ -69,17 +141,33 @@ def test_recomputing_layers_changes_no_gradient(attention: str) -> None:
         layer_types=(SLIDING, SLIDING, FULL),
     )
     kept_loss, kept, kept_features = outcome(case)
-    again_loss, again, again_features = outcome(replace(case, recompute="layer"))
+    again_loss, again, again_features = outcome(replace(case, recompute=recompute))
     assert torch.equal(kept_loss, again_loss)
     assert torch.equal(kept_features, again_features)
     for name, gradient in kept.items():
         assert torch.equal(again[name], gradient), name
 
 
-def test_recomputing_layers_saves_activations() -> None:
+@pytest.mark.parametrize("columns", [1, 3, 7, 19, 20, 500])
+def test_columns_of_a_part_change_no_gradient(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(lengths=(30, 23), anchors=(0, 3, 29, 31, 44))
+    assert case.intermediate_size == 20
+    _, kept, _ = outcome(case)
+    monkeypatch.setattr(layers, "PART_COLUMNS", columns)
+    _, again, _ = outcome(replace(case, recompute="layer"))
+    for name, gradient in kept.items():
+        assert relative_error(again[name], gradient) < 1e-12, name
+
+
+def test_each_policy_saves_less_than_the_one_before() -> None:
     # What autograd holds between forward and backward is what recomputation is for.
     case = Case(lengths=(60,), anchors=tuple(range(50)), layer_types=(FULL,) * 4)
-    assert saved_bytes(replace(case, recompute="layer")) < 0.6 * saved_bytes(case)
+    none, mlp, layer = (saved_bytes(replace(case, recompute=policy)) for policy in POLICIES)
+    slots = 50 * case.block_size
+    gate_and_up = 4 * 2 * slots * case.intermediate_size * 8
+    assert none - mlp == gate_and_up
+    # Two states a layer remain, beside what is saved once.
+    assert layer < mlp - 4 * 2 * slots * case.num_attention_heads * case.head_dim * 8
 
 
 def saved_bytes(case: Case) -> int:
@@ -97,3 +185,31 @@ def saved_bytes(case: Case) -> int:
     weights = {parameter.untyped_storage().data_ptr() for parameter in bench.drafter.parameters()}
     assert loss.requires_grad
     return sum(size for pointer, size in saved.items() if pointer not in weights)
+
+
+class Products(TorchDispatchMode):
+    """Counts the matrix products that read a given tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+        self._storage = tensor.untyped_storage().data_ptr()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.overloadpacket.__name__ in ("mm", "addmm", "addmm_"):
+            read = [part for part in args if isinstance(part, Tensor)]
+            self.count += any(part.untyped_storage().data_ptr() == self._storage for part in read)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("recompute", POLICIES)
+@pytest.mark.parametrize(
+    ("name", "once_more"), [("mlp.down_proj", ()), ("mlp.gate_proj", ("mlp", "layer")), ("fc", ())]
+)
+def test_only_gate_and_up_are_multiplied_again(recompute: str, name: str, once_more: tuple[str, ...]) -> None:
+    bench = build(Case(recompute=recompute))
+    owner = bench.drafter if name == "fc" else bench.drafter.layers[0]
+    with Products(owner.get_parameter(f"{name}.weight")) as products:
+        torch.autograd.backward(bench.run()[0])
+    # Forward and the gradient of the input; nobody asks for the features' gradient.
+    assert products.count == (1 if name == "fc" else 2) + (recompute in once_more)

@@ -1,4 +1,4 @@
-"""What a block may depend on, found by changing one input at a time, for both attention backends.
+"""What a block may depend on, found by changing one input at a time, for every attention backend.
 
 The reference states the same rules; these tests do not use it, so that one misreading cannot hide in both.
 With `kl_weight=1` labels weigh nothing: what then still reacts to a token has read it as an input.
@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from dflash import attention
+from dflash.attention import sdpa
 from torch import Tensor
 
 from tests.payload.cases import FULL, SLIDING, Bench, Case, build
@@ -23,11 +23,27 @@ PACKED = Case(
 )
 
 
-@pytest.fixture(params=["eager", "sdpa_chunked", "sdpa_chunked, each block its own chunk"])
+TRAINED = ("eager", "sdpa_chunked", "sdpa_chunked, each block its own chunk", "sdpa_math")
+
+
+@pytest.fixture(params=TRAINED)
+def trained_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A backend with a backward here."""
+    return named(request, monkeypatch)
+
+
+UNCOMPILED = pytest.mark.filterwarnings("ignore:attention. flex attention runs uncompiled")
+
+
+@pytest.fixture(params=[*TRAINED, pytest.param("flex", marks=UNCOMPILED)])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    return named(request, monkeypatch)
+
+
+def named(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     name, *alone = str(request.param).split(", ")
     if alone:
-        monkeypatch.setattr(attention, "CHUNK_SLOTS", 1)
+        monkeypatch.setattr(sdpa, "CHUNK_SLOTS", 1)
     return name
 
 
@@ -85,8 +101,8 @@ def test_block_reads_exactly_its_documents_states_before_the_anchor(
     assert reacting(bench, "all_hidden_states", other_state) == set(seen)
 
 
-def test_gradient_reaches_exactly_the_states_that_are_read(backend: str) -> None:
-    bench = build(replace(PACKED, attention=backend, layer_types=(SLIDING, SLIDING)))
+def test_gradient_reaches_exactly_the_states_that_are_read(trained_backend: str) -> None:
+    bench = build(replace(PACKED, attention=trained_backend, layer_types=(SLIDING, SLIDING)))
     features = bench.arguments["all_hidden_states"].clone().requires_grad_()
     torch.autograd.backward(bench.run(all_hidden_states=features)[0])
     assert features.grad is not None
@@ -152,8 +168,9 @@ def test_document_alone_gives_the_same_loss_as_packed(backend: str) -> None:
         name: packed.arguments[name][:, 9:21]
         for name in ("all_hidden_states", "verifier_last_hidden", "input_ids", "loss_mask")
     }
-    shifted = packed.run(**alone, lengths=torch.tensor([12]), anchors=torch.tensor([7]))[0]
-    assert float(shifted.detach()) == pytest.approx(loss_of(packed), rel=1e-12)
+    with torch.no_grad():
+        shifted = packed.run(**alone, lengths=torch.tensor([12]), anchors=torch.tensor([7]))[0]
+    assert float(shifted) == pytest.approx(loss_of(packed), rel=1e-12)
 
 
 @pytest.mark.parametrize(("layer_types", "reacts"), [((FULL, FULL), True), ((SLIDING, SLIDING), False)])

@@ -142,7 +142,7 @@ def test_the_payload_takes_every_case_of_the_memory_matrix(profile: str | None) 
     experiment = load_experiment(ROOT / "experiments" / "memory_matrix.yaml", profile=profile, overrides=[])
     cases = experiment.cases()
     params = {build(OomProbeParams, case.params, what="parameter") for case in cases}
-    assert len(params) == len(cases) == 4
+    assert len(params) == len(cases) == 6
     assert {param.device == "cpu" for param in params} == {not experiment.devices}
 
 

@@ -1,0 +1,78 @@
+"""How this process computes what a configuration asks for: which attention, and whether kernels are compiled.
+
+What cannot run here is replaced by what can, and a warning says why; results do not change.
+"""
+
+import importlib.util
+from dataclasses import dataclass
+
+import torch
+
+from dflash.config import DrafterConfig
+from dflash.notices import warn_once
+
+ANYWHERE = "sdpa_chunked"
+SM12X = 12
+LEAST_FLEX_HEAD_DIM = 16  # below, a tile is too narrow for the matrix units
+LARGEST_SM120_HEAD_DIM = 128  # above, its backward needs more shared memory than such a card has
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Execution:
+    """The attention backend in use, and whether it and the pointwise parts are compiled."""
+
+    attention: str
+    is_compiled: bool
+    chunk_blocks: int
+
+
+def choose_execution(
+    config: DrafterConfig, *, device: torch.device, dtype: torch.dtype, needs_gradients: bool
+) -> Execution:
+    """Return how to compute on a device; `attention: auto` means flex on a GPU and sdpa_chunked elsewhere.
+
+    On the CPU nothing is compiled, and flex has no backward.
+    """
+    is_cuda = device.type == "cuda"
+    attention = config.attention
+    if attention == "auto":
+        attention = "flex" if is_cuda else ANYWHERE
+    if attention == "flex":
+        reason = _why_not_flex(config, device, dtype, needs_gradients=needs_gradients)
+        if reason is not None:
+            warn_once("attention", f"flex cannot run here: {reason}; {ANYWHERE} is used instead")
+            attention = ANYWHERE
+    is_compiled = config.compile and is_cuda and has_triton()
+    if config.compile and is_cuda and not is_compiled:
+        warn_once("compile", "Triton is not installed, so nothing is compiled; install triton for speed")
+    return Execution(attention=attention, is_compiled=is_compiled, chunk_blocks=config.chunk_blocks)
+
+
+def has_triton() -> bool:
+    """Return whether Triton, which compiled code on a GPU is written in, can be imported."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def _why_not_flex(
+    config: DrafterConfig, device: torch.device, dtype: torch.dtype, *, needs_gradients: bool
+) -> str | None:
+    if device.type != "cuda":
+        return f"it has no backward on {device.type}" if needs_gradients else None
+    if not config.compile:
+        return None
+    if not has_triton():
+        return "Triton is not installed"
+    major, _ = torch.cuda.get_device_capability(device)
+    width, is_wide = config.head_dim, config.head_dim > LARGEST_SM120_HEAD_DIM
+    reasons = (
+        (dtype == torch.float64, "its kernels know no float64"),
+        (
+            width < LEAST_FLEX_HEAD_DIM,
+            f"head_dim is {width}, and its kernels need at least {LEAST_FLEX_HEAD_DIM}",
+        ),
+        (
+            needs_gradients and major == SM12X and is_wide,
+            f"head_dim is {width}, and its backward on sm_12x takes at most {LARGEST_SM120_HEAD_DIM}",
+        ),
+    )
+    return next((reason for applies, reason in reasons if applies), None)

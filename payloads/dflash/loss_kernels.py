@@ -1,0 +1,176 @@
+"""`dflash.loss_rows` as Triton kernels: logits are read twice for loss and gradient, once for the loss alone.
+
+A first pass keeps a running maximum, sum and argmax for each lane (online softmax, arXiv 1805.02867), so that
+the lanes meet only once, at the end; a second writes the gradient over the logits. A program takes one row;
+its neighbours mostly share its teacher, whose logits then come from the cache.
+
+Shape letters: C rows of one chunk, P distinct teacher tokens of one chunk, V vocabulary.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dflash.loss_rows import Lesson, Scores, TeacherSummary
+
+COLUMNS = 2048
+WARPS = 8
+# Below every logit, and finite: a lane that saw nothing must not make a NaN.
+NOTHING = tl.constexpr(-1e38)
+
+
+class KernelRows:
+    """One row a program, one pass over them for the losses and one for the gradients."""
+
+    def summarize_teacher(self, logits_PV: Tensor) -> TeacherSummary:
+        """Return what the rows of each teacher token have in common."""
+        log_sum_P, negative_entropy_P = (logits_PV.new_empty(len(logits_PV)) for _ in range(2))
+        taught_P = torch.empty(len(logits_PV), dtype=torch.int64, device=logits_PV.device)
+        _launch(_summarize_teacher, logits_PV, log_sum_P, negative_entropy_P, taught_P)
+        return TeacherSummary(log_sum_P, negative_entropy_P, taught_P)
+
+    def score(
+        self, logits_CV: Tensor, labels_C: Tensor, lesson: Lesson | None, gradient_dtype: torch.dtype | None
+    ) -> Scores:
+        """Return losses, argmax and, of the given type if there is one, gradients in the logits' place."""
+        losses_C = logits_CV.new_empty(len(logits_CV))
+        predicted_C = torch.empty_like(labels_C)
+        gradients_CV = None if gradient_dtype is None else _in_place(logits_CV, gradient_dtype)
+        teacher: tuple[Any, ...] = (logits_CV, labels_C, losses_C, losses_C, 0.0)  # not read
+        if lesson is not None:
+            teacher = (lesson.logits_PV, lesson.token_of_row_C, *lesson.summary[:2], lesson.kl_weight)
+        _launch(
+            _score_rows,
+            logits_CV,
+            labels_C,
+            *teacher,
+            losses_C,
+            predicted_C,
+            logits_CV if gradients_CV is None else gradients_CV,
+            GRADIENT_STRIDE=0 if gradients_CV is None else gradients_CV.stride(0),
+            HAS_TEACHER=lesson is not None,
+        )
+        return Scores(losses_C, predicted_C, gradients_CV)
+
+
+def _in_place(logits_CV: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `[C, V]` of that type, each row at the start of the logits' row."""
+    return logits_CV.view(dtype)[:, : logits_CV.shape[1]]
+
+
+def _launch(kernel: Any, logits: Tensor, *arguments: Any, **constants: Any) -> None:
+    assert logits.is_contiguous()
+    rows, columns = logits.shape
+    if rows:
+        kernel[(rows,)](logits, *arguments, VOCABULARY=columns, X=COLUMNS, num_warps=WARPS, **constants)
+
+
+@triton.jit
+def _running(values, columns, largest, total, best):  # type: ignore[no-untyped-def]
+    """One step of each lane's maximum, sum of exponentials below it, and argmax."""
+    raised = tl.maximum(largest, values)
+    rescale = tl.exp(largest - raised)
+    best = tl.where(values > largest, columns, best)
+    return raised, total * rescale + tl.exp(values - raised), best, rescale
+
+
+@triton.jit
+def _together(largest, total, best, VOCABULARY):  # type: ignore[no-untyped-def]
+    """The row's log-sum-exp and first argmax, from its lanes'."""
+    top = tl.max(largest, 0)
+    log_sum = top + tl.log(tl.sum(total * tl.exp(largest - top), 0))
+    return log_sum, tl.min(tl.where(largest == top, best, VOCABULARY), 0)
+
+
+@triton.jit
+def _summarize_teacher(  # type: ignore[no-untyped-def]
+    logits_PV,
+    log_sum_P,
+    negative_entropy_P,
+    taught_P,
+    VOCABULARY: tl.constexpr,
+    X: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, X)
+    largest = tl.full([X], NOTHING, tl.float32)
+    total = tl.zeros([X], tl.float32)
+    weighted = tl.zeros([X], tl.float32)
+    best = tl.zeros([X], tl.int32)
+    for first in range(0, VOCABULARY, X):
+        columns = first + lanes
+        is_there = columns < VOCABULARY
+        values = tl.load(logits_PV + row * VOCABULARY + columns, mask=is_there, other=NOTHING)
+        largest, total, best, rescale = _running(values, columns, largest, total, best)
+        weighted = weighted * rescale + tl.where(is_there, values * tl.exp(values - largest), 0.0)
+    log_sum, argmax = _together(largest, total, best, VOCABULARY)
+    mean = tl.sum(weighted * tl.exp(largest - log_sum), 0)
+    tl.store(log_sum_P + row, log_sum)
+    tl.store(negative_entropy_P + row, mean - log_sum)
+    tl.store(taught_P + row, argmax.to(tl.int64))
+
+
+@triton.jit
+def _score_rows(  # type: ignore[no-untyped-def]
+    logits_CV,
+    labels_C,
+    teacher_PV,
+    token_of_row_C,
+    log_sum_P,
+    negative_entropy_P,
+    kl_weight,
+    losses_C,
+    predicted_C,
+    gradients_CV,
+    VOCABULARY: tl.constexpr,
+    X: tl.constexpr,
+    GRADIENT_STRIDE: tl.constexpr,
+    HAS_TEACHER: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, X)
+    largest = tl.full([X], NOTHING, tl.float32)
+    total = tl.zeros([X], tl.float32)
+    cross = tl.zeros([X], tl.float32)
+    best = tl.zeros([X], tl.int32)
+    label = tl.load(labels_C + row)
+    row_logits = logits_CV + row * VOCABULARY
+    if HAS_TEACHER:
+        token = tl.load(token_of_row_C + row)
+        teacher_log_sum = tl.load(log_sum_P + token)
+        row_teacher = teacher_PV + token * VOCABULARY
+    for first in range(0, VOCABULARY, X):
+        columns = first + lanes
+        is_there = columns < VOCABULARY
+        values = tl.load(row_logits + columns, mask=is_there, other=NOTHING)
+        largest, total, best, _ = _running(values, columns, largest, total, best)
+        if HAS_TEACHER:
+            taught = tl.load(row_teacher + columns, mask=is_there, other=NOTHING)
+            cross += tl.where(is_there, tl.exp(taught - teacher_log_sum) * values, 0.0)
+    log_sum, argmax = _together(largest, total, best, VOCABULARY)
+    loss = log_sum - tl.load(logits_CV + row * VOCABULARY + label)
+    if HAS_TEACHER:
+        divergence = tl.load(negative_entropy_P + token) + log_sum - tl.sum(cross, 0)
+        loss += kl_weight * (divergence - loss)
+    tl.store(losses_C + row, loss)
+    tl.store(predicted_C + row, argmax.to(tl.int64))
+    if GRADIENT_STRIDE:
+        certain = 1.0
+        if HAS_TEACHER:
+            certain = 1.0 - kl_weight
+        for first in range(0, VOCABULARY, X):
+            columns = first + lanes
+            is_there = columns < VOCABULARY
+            values = tl.load(row_logits + columns, mask=is_there, other=NOTHING)
+            gradient = tl.exp(values - log_sum) - tl.where(columns == label, certain, 0.0)
+            if HAS_TEACHER:
+                taught = tl.load(row_teacher + columns, mask=is_there, other=NOTHING)
+                gradient -= kl_weight * tl.exp(taught - teacher_log_sum)
+            # What is written here lies over logits that every thread has read by now: a narrow row falls
+            # behind the wide one that it replaces.
+            tl.debug_barrier()
+            place = gradients_CV + row * GRADIENT_STRIDE + columns
+            tl.store(place, gradient.to(gradients_CV.dtype.element_ty), mask=is_there)

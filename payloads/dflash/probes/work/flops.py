@@ -1,0 +1,96 @@
+"""The operations that a step needs, counted from the drafter's numbers and a row's blocks.
+
+A multiplication with an addition counts as two. Counted are matrix products and attention, nothing pointwise,
+and nothing twice: what a policy recomputes is its own cost, not the work.
+
+Per layer, forward, with T slots, S context tokens, X = A·D and Y = G·D:
+
+    queries and output   2·(2·T·H·X)
+    keys and values      2·(2·(S + T)·H·Y)
+    feed-forward         3·(2·T·H·I)
+    attention            4·X for each pair of a slot and a key that it sees
+
+Around the layers: `fc`, 2·S·F·H; the head over R valid slots and over P distinct teacher tokens, 2·H·V each.
+
+Backward: twice each layer; attention 2.5 times, since scores are made again; `fc` once, because its input
+needs no gradient; the frozen head once for the slots, whose states need one, and never for the teacher.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from dflash.blocks import Blocks
+from dflash.config import FULL, SLIDING, DrafterConfig
+from dflash.packing import HOST
+from dflash.visibility import Visibility
+
+ATTENTION_BACKWARD = 2.5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowCounts:
+    """What of a row decides the work; `visible_keys` are pairs of a slot and a key, of all layers."""
+
+    context_tokens: int
+    slots: int
+    valid_slots: int
+    teacher_tokens: int
+    visible_keys: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flops:
+    """Operations of one step."""
+
+    forward: float
+    backward: float
+
+    @property
+    def both(self) -> float:
+        """Forward and backward."""
+        return self.forward + self.backward
+
+
+def count_row(blocks: Blocks, config: DrafterConfig, *, context_tokens: int) -> RowCounts:
+    """Return the counts of a row with these blocks."""
+    windows = {SLIDING: config.sliding_window, FULL: None}
+    visible = {
+        kind: _visible_keys(
+            Visibility(blocks=blocks, context_length=context_tokens, window=windows[kind], device=HOST)
+        )
+        for kind in set(config.layer_types)
+    }
+    return RowCounts(
+        context_tokens=context_tokens,
+        slots=blocks.count * blocks.block_size,
+        valid_slots=len(blocks.slots_R),
+        teacher_tokens=len(torch.unique_consecutive(blocks.teachers_R)),
+        visible_keys=sum(visible[kind] for kind in config.layer_types),
+    )
+
+
+def count_flops(config: DrafterConfig, counts: RowCounts, *, target_layers: int) -> Flops:
+    """Return the operations of one step, by the formulas above."""
+    hidden, slots = config.hidden_size, counts.slots
+    query_width = config.num_attention_heads * config.head_dim
+    key_width = config.num_key_value_heads * config.head_dim
+    layer = (
+        4 * slots * hidden * query_width
+        + 4 * (counts.context_tokens + slots) * hidden * key_width
+        + 6 * slots * hidden * config.intermediate_size
+    )
+    layers = layer * config.num_hidden_layers
+    attention = 4 * query_width * counts.visible_keys
+    fc = 2 * counts.context_tokens * target_layers * hidden * hidden
+    head = 2 * counts.valid_slots * hidden * config.vocab_size
+    teacher = 2 * counts.teacher_tokens * hidden * config.vocab_size
+    return Flops(
+        forward=layers + attention + fc + head + teacher,
+        backward=2 * layers + ATTENTION_BACKWARD * attention + fc + head,
+    )
+
+
+def _visible_keys(visibility: Visibility) -> int:
+    context_from_T, context_until_T, slots_from_T, slots_until_T = visibility.bounds_XT
+    return int((context_until_T - context_from_T + slots_until_T - slots_from_T).sum())

@@ -1,0 +1,182 @@
+"""The drafter that a probe runs, its random rows, its steps, and their times.
+
+Knows the drafter's public interface only. A step is forward and backward, or a forward alone.
+"""
+
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from dflash.anchors import draw_anchors
+from dflash.blocks import Blocks, lay_out
+from dflash.config import DrafterConfig
+from dflash.drafter import DFlashDrafter
+from dflash.execution import Execution, choose_execution
+from dflash.metrics import Metrics
+from dflash.packing import HOST, pack
+from dflash.probes.size import DrafterSize
+from dflash.probes.work.machine import Machine, open_machine
+
+Arguments = dict[str, Any]
+
+
+class Step(Protocol):
+    """One step on a row; returns loss and metrics, still on the device."""
+
+    def __call__(self, drafter: DFlashDrafter, row: Arguments, *, seed: int) -> tuple[Tensor, Metrics]:
+        """Take the step."""
+
+
+def forward_backward(drafter: DFlashDrafter, row: Arguments, *, seed: int) -> tuple[Tensor, Metrics]:
+    """Take a step that leaves gradients."""
+    loss, metrics = drafter(**row, seed=seed)
+    torch.autograd.backward(loss)
+    return loss.detach(), metrics
+
+
+def forward_only(drafter: DFlashDrafter, row: Arguments, *, seed: int) -> tuple[Tensor, Metrics]:
+    """Take a step without gradients."""
+    with torch.no_grad():
+        loss, metrics = drafter(**row, seed=seed)
+    return loss, metrics
+
+
+STEP_NAMES: dict[Step, str] = {forward_backward: "forward + backward", forward_only: "forward"}
+
+
+def open_workplace(size: DrafterSize, *, title: str) -> Machine:
+    """Open the device, say on what and with which numbers the probe runs, and set torch's defaults.
+
+    Raises:
+        CannotStart: there is no such device, or its memory limit cannot be simulated.
+    """
+    machine = open_machine(size.device)
+    print(f"DFlash {title} · torch {torch.__version__} · {machine.describe()}")
+    print(f"parameters: {json.dumps(asdict(size))}")
+    if size.memory_limit_gib is not None:
+        print(machine.limit_memory(size.memory_limit_gib))
+    torch.set_default_dtype(getattr(torch, size.dtype))
+    torch.manual_seed(size.seed)
+    return machine
+
+
+def build_drafter(
+    size: DrafterSize, machine: Machine, *, max_anchors: int, **changed: object
+) -> DFlashDrafter:
+    """Return a drafter with random weights; `changed` are fields of its configuration."""
+    started_s = machine.now_s()
+    with machine.device:
+        drafter = DFlashDrafter(
+            config=size.drafter_config(**changed),
+            target_layer_ids=size.target_layer_ids,
+            block_size=size.block_size,
+            max_anchors=max_anchors,
+            mask_token_id=size.mask_token_id,
+        )
+    trainable = sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
+    print(f"[build] {trainable:,} trainable parameters in {machine.now_s() - started_s:.1f} s", flush=True)
+    return drafter
+
+
+def execution_of(config: DrafterConfig, machine: Machine, step: Step) -> Execution:
+    """Return how a drafter of a `DrafterSize` will really compute such a step."""
+    assert config.dtype is not None
+    return choose_execution(
+        config,
+        device=machine.device,
+        dtype=getattr(torch, config.dtype),
+        needs_gradients=step is not forward_only,
+    )
+
+
+def ways_text(execution: Execution) -> str:
+    """Return in words how a drafter computes."""
+    chunks = f" of {execution.chunk_blocks} blocks" if execution.attention == "sdpa_math" else ""
+    kernels = "compiled kernels" if execution.is_compiled else "nothing compiled"
+    return f"{execution.attention}{chunks}, {kernels}"
+
+
+def random_row(size: DrafterSize, lengths: Sequence[int], device: torch.device) -> Arguments:
+    """Return a forward's arguments: random states and tokens, documents of those lengths, every label."""
+    generator = torch.Generator(device=device).manual_seed(size.seed)
+    row_length, width = sum(lengths), size.hidden_size
+    features = len(size.target_layer_ids) * width
+    positions = [torch.arange(length, device=device) + size.position_base for length in lengths]
+    return {
+        "all_hidden_states": torch.randn(1, row_length, features, generator=generator, device=device),
+        "verifier_last_hidden": torch.randn(1, row_length, width, generator=generator, device=device),
+        "input_ids": torch.randint(size.vocab_size, (1, row_length), generator=generator, device=device),
+        "loss_mask": torch.ones(1, row_length, dtype=torch.int64, device=device),
+        "lengths": torch.tensor(lengths),
+        "position_ids": torch.cat(positions)[None],
+        "use_soft_labels": True,
+        "kl_weight": size.kl_weight,
+        "gamma": size.gamma,
+    }
+
+
+def blocks_of(size: DrafterSize, lengths: Sequence[int], *, max_anchors: int) -> Blocks:
+    """Return the blocks that the first step on `random_row` draws."""
+    packing = pack(lengths, sum(lengths))
+    loss_mask = torch.ones(packing.row_length, dtype=torch.bool, device=HOST)
+    anchors = draw_anchors(packing, loss_mask, max_anchors=max_anchors, seed=size.seed)
+    return lay_out(packing, loss_mask, anchors, block_size=size.block_size)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Durations:
+    """What each repetition took, in milliseconds."""
+
+    each_ms: tuple[float, ...]
+
+    @property
+    def mean_ms(self) -> float:
+        """The mean."""
+        return statistics.fmean(self.each_ms)
+
+    @property
+    def median_ms(self) -> float:
+        """The median."""
+        return statistics.median(self.each_ms)
+
+
+def time_repeated(
+    machine: Machine, action: Callable[[int], object], *, warmups: int, iterations: int
+) -> Durations:
+    """Repeat an action, which is given its number; times and peaks are those after the warm-ups."""
+    for number in range(warmups):
+        action(number)
+    machine.now_s()
+    machine.forget_peaks()
+    each_ms = []
+    for number in range(warmups, warmups + iterations):
+        started_s = machine.now_s()
+        action(number)
+        each_ms.append((machine.now_s() - started_s) * 1e3)
+    return Durations(each_ms=tuple(each_ms))
+
+
+def time_steps(
+    machine: Machine,
+    drafter: DFlashDrafter,
+    row: Arguments,
+    step: Step,
+    *,
+    seed: int,
+    warmups: int,
+    iterations: int,
+) -> Durations:
+    """Time steps, each with anchors of its own and gradients that start from nothing."""
+
+    def one(number: int) -> None:
+        drafter.zero_grad(set_to_none=True)
+        step(drafter, row, seed=seed + number)
+
+    durations = time_repeated(machine, one, warmups=warmups, iterations=iterations)
+    drafter.zero_grad(set_to_none=True)
+    return durations
