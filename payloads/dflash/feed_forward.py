@@ -54,11 +54,11 @@ class _FeedForward(torch.autograd.Function):
         ctx.eps, ctx.part_columns, ctx.is_compiled = eps, part_columns, is_compiled
         if part_columns is None:
             ctx.save_for_backward(slots_TH, *weights, gate_TI, up_TI)
-            inner_TI = torch.empty_like(up_TI)
+            inner_TI = pointwise.swiglu.when(is_compiled)(gate_TI, up_TI)
         else:
             ctx.save_for_backward(slots_TH, *weights)
+            pointwise.swiglu_.when(is_compiled)(gate_TI, up_TI)
             inner_TI = up_TI
-        pointwise.swiglu_.when(is_compiled)(gate_TI, up_TI, inner_TI)
         del gate_TI, up_TI
         return torch.addmm(slots_TH, inner_TI, weights.down_HI.t())
 
@@ -71,8 +71,7 @@ class _FeedForward(torch.autograd.Function):
         gradients = _Gradients(weights, normed_TH, gradient_TH, is_compiled=ctx.is_compiled)
         columns = len(weights.gate_IH)
         if kept:
-            gate_TI, up_TI = kept
-            gradients.add(slice(0, columns), gate_TI, up_TI, gate_gradient_TC=torch.empty_like(gate_TI))
+            gradients.add(slice(0, columns), *kept, is_ours=False)
         else:
             for first in range(0, columns, ctx.part_columns):
                 gradients.add_again(slice(first, first + ctx.part_columns))
@@ -101,16 +100,21 @@ class _Gradients:
             self._input_TH @ matrix_IH[columns].t()
             for matrix_IH in (self._weights.gate_IH, self._weights.up_IH)
         )
-        self.add(columns, gate_TC, up_TC, gate_gradient_TC=gate_TC)
+        self.add(columns, gate_TC, up_TC, is_ours=True)
 
-    def add(self, columns: slice, gate_TC: Tensor, up_TC: Tensor, *, gate_gradient_TC: Tensor) -> None:
-        """Add what these columns contribute; `gate_gradient_TC` is room, which may be gate's own."""
+    def add(self, columns: slice, gate_TC: Tensor, up_TC: Tensor, *, is_ours: bool) -> None:
+        """Add what these columns contribute; gate and up may be overwritten if they are ours."""
         gate_gradient_IH, up_gradient_IH, down_gradient_HI = self.of_weights
-        inner_TC = torch.empty_like(up_TC)
-        pointwise.swiglu_.when(self._is_compiled)(gate_TC, up_TC, inner_TC)
+        inner_TC = pointwise.swiglu.when(self._is_compiled)(gate_TC, up_TC)
         torch.mm(self._incoming_TH.t(), inner_TC, out=down_gradient_HI[:, columns])
         up_gradient_TC = torch.mm(self._incoming_TH, self._weights.down_HI[:, columns], out=inner_TC)
-        pointwise.swiglu_backward_.when(self._is_compiled)(up_gradient_TC, gate_TC, up_TC, gate_gradient_TC)
+        if is_ours:
+            pointwise.swiglu_backward_in_place_.when(self._is_compiled)(up_gradient_TC, gate_TC, up_TC)
+            gate_gradient_TC = gate_TC
+        else:
+            gate_gradient_TC = pointwise.swiglu_backward_.when(self._is_compiled)(
+                up_gradient_TC, gate_TC, up_TC
+            )
         torch.mm(gate_gradient_TC.t(), self._input_TH, out=gate_gradient_IH[columns])
         torch.mm(up_gradient_TC.t(), self._input_TH, out=up_gradient_IH[columns])
         # The first part finds nothing to add to.

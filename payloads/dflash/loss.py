@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dflash import loss_rows
+from dflash import loss_rows, pointwise
 from dflash.transfer import to_device
 
 
@@ -75,6 +75,7 @@ class _ScoredRows(torch.autograd.Function):
         predicted_R = torch.cat([part.predicted_C for part in scored])
         taught = [part.taught_C for part in scored if part.taught_C is not None]
         taught_R = torch.cat(taught) if taught else None
+        ctx.is_compiled = scorer.is_compiled
         ctx.save_for_backward(gradients_RH)
         ctx.mark_non_differentiable(*[part for part in (predicted_R, taught_R) if part is not None])
         return losses_R, predicted_R, taught_R
@@ -83,8 +84,8 @@ class _ScoredRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
         (gradients_RH,) = ctx.saved_tensors
-        # The factor is float32, so the product is too; it is rounded once.
-        return (gradients_RH * incoming[0][:, None]).to(gradients_RH.dtype), None, None, None
+        scaled_RH = pointwise.scale_rows.when(ctx.is_compiled)(gradients_RH, incoming[0])
+        return scaled_RH, None, None, None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,10 +148,11 @@ class _Scorer:
         *,
         is_compiled: bool,
     ) -> None:
+        self.is_compiled = is_compiled and states_RH.is_cuda
         self.wants_gradients = torch.is_grad_enabled() and states_RH.requires_grad
         self._head = _Head(head_VH, states_RH.dtype)
         self._teacher = teacher
-        self._rows = loss_rows.choose(states_RH.device, self._head.exact, is_compiled=is_compiled)
+        self._rows = loss_rows.choose(self._head.exact, is_compiled=self.is_compiled)
         most_rows = max((chunk.size for chunk in chunks), default=0)
         self._logits_CV = self._head.buffer(most_rows)
         tokens = (0 if chunk.tokens_P is None else len(chunk.tokens_P) for chunk in chunks)
@@ -212,8 +214,10 @@ class _Head:
     def _multiply(self, rows: Tensor, matrix: Tensor, out: Tensor) -> None:
         if out.dtype == matrix.dtype:
             torch.mm(rows, matrix, out=out)
-        elif self._is_mixed:
-            # Only CUDA multiplies a narrow type into float32.
-            torch.mm(rows, matrix, out_dtype=torch.float32, out=out)
-        else:
+        elif not self._is_mixed:
             out.copy_(rows @ matrix)
+        elif out.dtype == self.exact:
+            # Only CUDA multiplies a narrow type into float32.
+            torch.mm(rows, matrix, out_dtype=self.exact, out=out)
+        else:
+            out.copy_(torch.mm(rows, matrix, out_dtype=self.exact))

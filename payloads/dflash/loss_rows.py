@@ -58,9 +58,9 @@ class Rows(Protocol):
         """
 
 
-def choose(device: torch.device, dtype: torch.dtype, *, is_compiled: bool) -> Rows:
-    """Return kernels of our own where they can run, and plain torch elsewhere."""
-    if is_compiled and device.type == "cuda" and dtype == torch.float32:
+def choose(dtype: torch.dtype, *, is_compiled: bool) -> Rows:
+    """Return kernels of our own for float32 logits, if they may be used, and else plain torch."""
+    if is_compiled and dtype == torch.float32:
         from dflash.loss_kernels import KernelRows  # noqa: PLC0415  Triton is there on a GPU only
 
         return KernelRows()

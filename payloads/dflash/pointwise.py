@@ -1,6 +1,7 @@
 """The drafter's pointwise parts and their gradients, each one pass over its tensors when compiled.
 
-All arithmetic is float32 (float64 for float64); a result is rounded once, to its input's type.
+All arithmetic is float32 (float64 for float64); a result is rounded once, to its input's type. No two
+arguments may share memory: the compiler cannot mend that once lengths vary.
 
 Shape letters: L rows, H width, A heads, D head_dim, F = D/2, I intermediate.
 """
@@ -54,19 +55,43 @@ def norm_rotate_backward(
 
 
 @Compiled
-def swiglu_(gate_LI: Tensor, up_LI: Tensor, inner_LI: Tensor) -> None:
-    """Put silu(gate)·up (arXiv 2002.05202) where it is wanted, which may be in up's place."""
-    inner_LI.copy_(functional.silu(_exact(gate_LI)) * _exact(up_LI))
+def scale_rows(rows_LH: Tensor, factors_L: Tensor) -> Tensor:
+    """Return each row times its factor."""
+    return (_exact(rows_LH) * factors_L[:, None]).to(rows_LH.dtype)
 
 
 @Compiled
-def swiglu_backward_(gradient_LI: Tensor, gate_LI: Tensor, up_LI: Tensor, gate_gradient_LI: Tensor) -> None:
-    """Put up's gradient in the incoming one's place, and gate's where it is wanted, maybe in gate's."""
+def swiglu(gate_LI: Tensor, up_LI: Tensor) -> Tensor:
+    """Return silu(gate)·up (arXiv 2002.05202)."""
+    return (functional.silu(_exact(gate_LI)) * _exact(up_LI)).to(up_LI.dtype)
+
+
+@Compiled
+def swiglu_(gate_LI: Tensor, up_LI: Tensor) -> None:
+    """Put silu(gate)·up in up's place."""
+    up_LI.copy_(functional.silu(_exact(gate_LI)) * _exact(up_LI))
+
+
+@Compiled
+def swiglu_backward_(gradient_LI: Tensor, gate_LI: Tensor, up_LI: Tensor) -> Tensor:
+    """Return gate's gradient, and put up's in the incoming one's place."""
+    exact_gate_gradient_LI, exact_up_gradient_LI = _swiglu_gradients(gradient_LI, gate_LI, up_LI)
+    gradient_LI.copy_(exact_up_gradient_LI)
+    return exact_gate_gradient_LI.to(gate_LI.dtype)
+
+
+@Compiled
+def swiglu_backward_in_place_(gradient_LI: Tensor, gate_LI: Tensor, up_LI: Tensor) -> None:
+    """Put gate's gradient in gate's place, and up's in the incoming one's."""
+    exact_gate_gradient_LI, exact_up_gradient_LI = _swiglu_gradients(gradient_LI, gate_LI, up_LI)
+    gradient_LI.copy_(exact_up_gradient_LI)
+    gate_LI.copy_(exact_gate_gradient_LI)
+
+
+def _swiglu_gradients(gradient_LI: Tensor, gate_LI: Tensor, up_LI: Tensor) -> tuple[Tensor, Tensor]:
     exact_LI, gate, up = _exact(gradient_LI), _exact(gate_LI), _exact(up_LI)
     share = gate.sigmoid()
-    exact_gate_gradient_LI = exact_LI * up * share * (1 + gate * (1 - share))
-    gradient_LI.copy_(exact_LI * gate * share)
-    gate_gradient_LI.copy_(exact_gate_gradient_LI)
+    return exact_LI * up * share * (1 + gate * (1 - share)), exact_LI * gate * share
 
 
 def _exact(tensor: Tensor) -> Tensor:

@@ -122,14 +122,6 @@ def test_chunks_are_attended_by_the_memory_efficient_kernel(
     assert "softmax" not in " ".join(operators.names - {"_log_softmax"})
 
 
-def test_flex_skips_what_nobody_sees(card: torch.device) -> None:
-    bench = build_on(card, replace(MIDDLE, attention="flex"))
-    with Operators() as operators:
-        torch.autograd.backward(bench.run()[0])
-    assert operators.largest_float32 < MIDDLE_SCORES / 16
-    assert not {name for name in operators.names if "scaled_dot_product" in name}
-
-
 def test_uncompiled_flex_holds_scores_and_says_so(
     card: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,7 +146,7 @@ def test_fifty_rows_of_differing_lengths_need_a_handful_of_graphs(card: torch.de
         counts.append(counters["stats"]["unique_graphs"])
     made = counts[-1] - counts[0] + 10
     assert made <= 40, counts
-    assert counts[-1] == counts[15], counts
+    assert counts[-1] == counts[30], counts
 
 
 # Between the smallest sizes and the reference's: 256 blocks of 16 slots over a row of 4,096 tokens.

@@ -1,5 +1,6 @@
 """What every test of the payload gets: one thread, and torch's default dtype back where it was."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -20,3 +21,10 @@ def _default_dtype_restored() -> Iterator[None]:
     before = torch.get_default_dtype()
     yield
     torch.set_default_dtype(before)
+
+
+@pytest.fixture
+def interpreted() -> None:
+    """Triton interprets kernels here: tests/conftest.py says so before Triton is loaded."""
+    if "TRITON_INTERPRET" not in os.environ:
+        pytest.skip("there is a card here; tests/gpu runs the kernels on it")

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from dflash.attention.block_masks import TILE_ROWS, build_block_masks
-from dflash.attention.interface import KeyLayout, dense_layout, padded_layout
+from dflash.attention.block_masks import build_block_masks, plain_tables
+from dflash.attention.interface import TILE_ROWS, KeyLayout, dense_layout, padded_layout
 from dflash.blocks import Blocks
 from dflash.visibility import Visibility
 from torch import Tensor
@@ -17,6 +17,15 @@ from tests.payload.cases import Case, blocks_of
 from tests.payload.test_backends import ROWS
 
 CPU = torch.device("cpu")
+# More key tiles than a kernel looks at together, and numbers of tiles that are no power of two.
+LONG = {
+    "long row": Case(
+        lengths=(5000, 4000), padding=77, block_size=16, sliding_window=600, anchors=tuple(range(0, 8990, 97))
+    ),
+    "many tiles of queries": Case(
+        lengths=(300,), padding=0, block_size=24, sliding_window=64, anchors=tuple(range(290))
+    ),
+}
 BOTH = pytest.mark.parametrize("is_padded", [True, False], ids=["whole tiles", "as they are"])
 
 
@@ -30,7 +39,7 @@ def masks_of(
     ]
     rows = (case.row_length, blocks.count * blocks.block_size)
     layout = padded_layout(*rows, tile_rows=TILE_ROWS) if is_padded else dense_layout(*rows)
-    return seen, layout, build_block_masks(seen, layout)
+    return seen, layout, build_block_masks(seen, layout, is_compiled=False)
 
 
 def dense_rule(mask: BlockMask, layout: KeyLayout) -> Tensor:
@@ -123,3 +132,18 @@ def test_mask_is_built_without_anything_like_its_own_size() -> None:
     # Runs × key tiles for two intervals of two masks, against slots × keys.
     assert largest.elements <= 4 * (layout.query_rows // 32) * (layout.key_rows // TILE_ROWS)
     assert largest.elements < layout.query_rows * layout.key_rows / 200
+
+
+@pytest.mark.usefixtures("interpreted")
+@BOTH
+@pytest.mark.parametrize("case", [*ROWS.values(), *LONG.values()], ids=[*ROWS, *LONG])
+def test_kernels_make_the_same_tables(case: Case, is_padded: bool) -> None:
+    from dflash.attention.block_mask_kernels import tables  # noqa: PLC0415  needs Triton
+
+    seen, layout, _ = masks_of(case, blocks_of(case), is_padded=is_padded)
+    (bounds, found), (plain_bounds, plain) = tables(seen, layout), plain_tables(seen, layout)
+    assert torch.equal(bounds, plain_bounds)
+    assert len(found) == len(plain) == 4
+    for part, expected in zip(found, plain, strict=True):
+        assert part.dtype == torch.int32
+        assert torch.equal(part, expected)

@@ -1,11 +1,12 @@
 """Compiled functions: one graph serves lengths that change, and no two are compiled at the same time.
 
-Tracing and guards are torch's own; what the graphs become does not matter here, so they stay as they are.
+Tracing, guards and what happens to arguments are torch's own; graphs are run and not made into kernels.
 """
 
 import functools
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -15,10 +16,15 @@ import torch
 from dflash import drafter, pointwise
 from dflash.compiling import Compiled
 from dflash.execution import Execution
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
 from tests.payload.cases import Case, build, gradients_of, relative_error
 
-FUNCTIONS = [name for name, value in vars(pointwise).items() if isinstance(value, Compiled)]
+ALWAYS = {"normalize", "normalize_backward", "norm_rotate", "norm_rotate_backward", "swiglu"}
+KEPT, AGAIN = {"swiglu_backward_"}, {"swiglu_", "swiglu_backward_in_place_"}
+BY_POLICY = {"none": ALWAYS | KEPT, "mlp": ALWAYS | AGAIN, "layer": ALWAYS | AGAIN}
+LOSS = {"scale_rows"}  # compiled for a card only
 SEVERAL = replace(Case(), lengths=(40, 25), padding=3, anchors=None, max_anchors=9)
 
 
@@ -27,19 +33,19 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The functions that were compiled, one entry a graph; every pointwise part is compiled."""
     made: list[str] = []
 
-    def backend(name: str, graph: Any, _inputs: Any) -> Callable[..., Any]:
+    def compiler(name: str, graph: Any, _inputs: Any) -> Callable[..., Any]:
         made.append(name)
-        run: Callable[..., Any] = graph.forward
+        run: Callable[..., Any] = make_boxed_func(graph.forward)
         return run
 
     compiled: Any = functools.partial(torch.compile)
-    for name in FUNCTIONS:
-        function = getattr(pointwise, name).plain
+    functions = {name: value for name, value in vars(pointwise).items() if isinstance(value, Compiled)}
+    assert set(functions) == ALWAYS | KEPT | AGAIN | LOSS
+    for name, function in functions.items():
+        backend = aot_autograd(fw_compiler=functools.partial(compiler, name))
         with monkeypatch.context() as patch:
-            patch.setattr(
-                torch, "compile", functools.partial(compiled, backend=functools.partial(backend, name))
-            )
-            replacement = Compiled(function)
+            patch.setattr(torch, "compile", functools.partial(compiled, backend=backend))
+            replacement = Compiled(function.plain)
         monkeypatch.setattr(pointwise, name, replacement)
     monkeypatch.setattr(
         drafter,
@@ -51,7 +57,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("recompute", ["none", "mlp", "layer"])
+@pytest.mark.parametrize("recompute", BY_POLICY)
 def test_fifty_rows_of_differing_lengths_need_a_handful_of_graphs(graphs: list[str], recompute: str) -> None:
     counts = []
     for number in range(50):
@@ -60,17 +66,18 @@ def test_fifty_rows_of_differing_lengths_need_a_handful_of_graphs(graphs: list[s
         bench = build(replace(case, attention="sdpa_chunked", dtype=torch.float32))
         torch.autograd.backward(bench.run(seed=number)[0])
         counts.append(len(graphs))
-    assert set(graphs) == set(FUNCTIONS)
+    assert set(graphs) == BY_POLICY[recompute]
     # Compiled for one length, then for all; queries and keys of `norm_rotate` begin at different rows.
-    assert max(graphs.count(name) for name in FUNCTIONS) <= 4
+    assert max(Counter(graphs).values()) <= 4
     assert counts[-1] == counts[9]
 
 
-def test_compiled_parts_change_no_gradient(graphs: list[str]) -> None:
-    case = replace(SEVERAL, anchors=(2, 9, 41, 60), attention="eager")
+@pytest.mark.parametrize("recompute", BY_POLICY)
+def test_compiled_parts_change_no_gradient(graphs: list[str], recompute: str) -> None:
+    case = replace(SEVERAL, anchors=(2, 9, 41, 60), attention="eager", recompute=recompute)
     found = build(case)
     torch.autograd.backward(found.run()[0])
-    assert set(graphs) == set(FUNCTIONS)
+    assert set(graphs) == BY_POLICY[recompute]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             drafter,

@@ -1,7 +1,5 @@
 """From logits to losses and gradients in two ways: plain torch, and kernels, run by Triton's interpreter."""
 
-import os
-
 import pytest
 import torch
 from dflash.loss import Teacher, _plan_chunks
@@ -18,10 +16,7 @@ KL_WEIGHTS = (None, 0.0, 0.15, 1.0)
 
 
 @pytest.fixture
-def kernels() -> Rows:
-    """The kernels, interpreted: tests/conftest.py says so before Triton is loaded."""
-    if "TRITON_INTERPRET" not in os.environ:
-        pytest.skip("there is a card here; tests/gpu runs the kernels on it")
+def kernels(interpreted: None) -> Rows:
     from dflash.loss_kernels import KernelRows  # noqa: PLC0415  needs Triton
 
     return KernelRows()

@@ -6,7 +6,7 @@ belong to one block and one tile has its lowest bounds first and its highest las
 at, and the largest table here is `[runs, key tiles]`: at the reference shape 1,024 × 319 booleans, where the
 mask itself would have 32,768 × 40,832.
 
-What a launch costs decides here, not what it computes: all kinds of layer are built together.
+This module says it in plain torch; `dflash.attention.block_mask_kernels` does the same in two launches.
 
 Shape letters: M masks, X = 4 bounds of W = 2 intervals of a query, Q query rows, K key rows, I query tiles,
 J key tiles, P runs of queries, S = 2 states of a tile (partial, full).
@@ -19,29 +19,39 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from dflash.attention.interface import KeyLayout
+from dflash.attention.interface import TILE_ROWS, KeyLayout
 from dflash.packing import HOST
 from dflash.transfer import to_device
 from dflash.visibility import Visibility
 
-TILE_ROWS = 128  # flex attention's own default, and what its kernels are tuned for
 
-
-def build_block_masks(visibilities: Sequence[Visibility], layout: KeyLayout) -> list[BlockMask]:
+def build_block_masks(
+    visibilities: Sequence[Visibility], layout: KeyLayout, *, is_compiled: bool
+) -> list[BlockMask]:
     """Return the block mask of each kind of layer; exact, on the visibilities' device.
 
     A padding query sees itself alone, so that no softmax is over nothing; nobody else sees a padding key.
     """
+    if is_compiled:
+        from dflash.attention.block_mask_kernels import tables  # noqa: PLC0415  needs Triton
+
+        bounds_MXQ, lists = tables(visibilities, layout)
+    else:
+        bounds_MXQ, lists = plain_tables(visibilities, layout)
+    return [
+        _block_mask(layout, bounds_XQ, [part_SMX[:, mask] for part_SMX in lists])
+        for mask, bounds_XQ in enumerate(bounds_MXQ)
+    ]
+
+
+def plain_tables(visibilities: Sequence[Visibility], layout: KeyLayout) -> tuple[Tensor, list[Tensor]]:
+    """Return bounds `[M, X, Q]` in key rows; counts and indices by query and by key, `[S, M, …]`; int32."""
     bounds_MXQ = to_device(
         torch.stack([_in_key_rows(part.bounds_XT, layout) for part in visibilities]), visibilities[0].device
     )
     run_rows = math.gcd(visibilities[0].blocks.block_size, TILE_ROWS)
     tiles_SMIJ = _tiles(bounds_MXQ, layout.key_rows, run_rows)
-    by_query, by_key = _ordered(tiles_SMIJ), _ordered(tiles_SMIJ.mT.contiguous())
-    return [
-        _block_mask(layout, bounds_XQ, [part_SMX[:, mask] for part_SMX in (*by_query, *by_key)])
-        for mask, bounds_XQ in enumerate(bounds_MXQ)
-    ]
+    return bounds_MXQ, [*_ordered(tiles_SMIJ), *_ordered(tiles_SMIJ.mT.contiguous())]
 
 
 def _block_mask(layout: KeyLayout, bounds_XQ: Tensor, lists: Sequence[Tensor]) -> BlockMask:

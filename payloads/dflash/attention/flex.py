@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from dflash.attention.block_masks import TILE_ROWS, build_block_masks
-from dflash.attention.interface import KeyLayout, dense_layout, padded_layout
+from dflash.attention.block_masks import build_block_masks
+from dflash.attention.interface import TILE_ROWS, KeyLayout, dense_layout, padded_layout
 from dflash.compiling import Compiled
 from dflash.notices import warn_once
 from dflash.visibility import Visibility
@@ -28,7 +28,7 @@ def prepare_flex(visibilities: Mapping[str, Visibility], *, is_compiled: bool) -
     some = next(iter(visibilities.values()))
     rows = (some.context_length, some.blocks.count * some.blocks.block_size)
     layout = padded_layout(*rows, tile_rows=TILE_ROWS) if is_compiled else dense_layout(*rows)
-    block_masks = build_block_masks(list(visibilities.values()), layout)
+    block_masks = build_block_masks(list(visibilities.values()), layout, is_compiled=is_compiled)
     return {
         kind: FlexAttention(
             layout, block_mask, _kernel_options(visibility) if is_compiled else {}, is_compiled=is_compiled
@@ -52,7 +52,10 @@ class FlexAttention:
         """Return `[T, A·D]`."""
         heads_first = (part.transpose(0, 1)[None] for part in (queries_QAD, keys_KGD, values_KGD))
         mixed_1AQD: Tensor = self._attend(*heads_first, self._block_mask, self._options)
-        return mixed_1AQD[0].transpose(0, 1).flatten(1)[: self.layout.slot_rows]
+        mixed_QX = mixed_1AQD[0].transpose(0, 1).flatten(1)
+        # Even a slice of everything would be copied in backward.
+        is_whole = self.layout.slot_rows == self.layout.query_rows
+        return mixed_QX if is_whole else mixed_QX[: self.layout.slot_rows]
 
 
 @Compiled

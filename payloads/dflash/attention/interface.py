@@ -12,6 +12,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+TILE_ROWS = 128  # flex attention's own default, and what its kernels are tuned for
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeyLayout:
