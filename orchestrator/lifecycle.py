@@ -316,9 +316,13 @@ def _read_code_changed(found: dict[str, Any], record: Record) -> None:
 
 def _read_event(found: dict[str, Any], record: Record) -> None:
     event = record.get("event")
-    if isinstance(event, Mapping) and event.get("kind") == "metric" and isinstance(event.get("name"), str):
+    if not isinstance(event, Mapping):
+        return
+    if event.get("kind") == "metric" and isinstance(event.get("name"), str):
         value = _number(event.get("value"))
         found["metrics"][event["name"]] = math.nan if value is None else value
+    if event.get("kind") == "warning":
+        _note(found, f"the payload warns: {_text(event.get('about'))}: {_text(event.get('message'))}")
 
 
 def _read_event_refused(found: dict[str, Any], record: Record) -> None:

@@ -302,6 +302,13 @@ def test_a_misspelt_metric_is_told_what_was_reported() -> None:
     assert "did you mean 'timed.loss'" in reason
 
 
+def test_what_a_payload_warns_of_is_noted_and_changes_no_verdict() -> None:
+    event = {"kind": "warning", "about": "attention", "message": "flex cannot run here: no Triton"}
+    outcome = outcome_of([{"kind": "event", "event": event}] * 2)
+    assert outcome.notes == ("the payload warns: attention: flex cannot run here: no Triton",)
+    assert outcome_of([{"kind": "event", "event": {"kind": "warning"}}]).metrics == {}
+
+
 def test_notes_are_bounded() -> None:
     refused = [{"kind": "event_refused", "reason": f"reason {number}"} for number in range(1000)]
     assert len(outcome_of(refused).notes) == MOST_NOTES
