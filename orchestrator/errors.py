@@ -62,6 +62,7 @@ class ConfigError(UsageError):
     def __init__(self, message: str, *, file: Path, line: int | None = None) -> None:
         where = str(file) if line is None else f"{file}:{line}"
         super().__init__(f"{where}: {message}")
+        self.message = message
         self.file = file
         self.line = line
 
@@ -89,20 +90,28 @@ class Unreachable(HostError):
 
 
 class HostKeyUnknown(HostError):
-    """The host showed a key that nobody has confirmed; ``fingerprint`` is ``SHA256:…``."""
+    """The host showed a key that nobody has confirmed; ``fingerprint`` is ``SHA256:…``.
 
-    def __init__(self, message: str, *, host: str, fingerprint: str) -> None:
+    ``pin`` is the key as inventory.yaml would name it; None for a jump host's, which no inventory names.
+    """
+
+    def __init__(self, message: str, *, host: str, fingerprint: str, pin: str | None) -> None:
         super().__init__(message, host=host)
         self.fingerprint = fingerprint
+        self.pin = pin
 
 
 class HostKeyChanged(HostError):
-    """The host showed another key than the pinned one."""
+    """The host showed another key than the known one, whose fingerprint is ``pinned``.
 
-    def __init__(self, message: str, *, host: str, fingerprint: str, pinned: str) -> None:
+    ``pin`` is the new key as inventory.yaml would name it; None for a jump host's, and for a revoked one.
+    """
+
+    def __init__(self, message: str, *, host: str, fingerprint: str, pinned: str, pin: str | None) -> None:
         super().__init__(message, host=host)
         self.fingerprint = fingerprint
         self.pinned = pinned
+        self.pin = pin
 
 
 class AuthenticationFailed(HostError):

@@ -1,4 +1,4 @@
-"""``orch show``, ``wait``, ``cancel`` and ``hosts``: short questions and answers."""
+"""``orch show``, ``wait`` and ``cancel``: short questions and answers."""
 
 from __future__ import annotations
 
@@ -119,20 +119,6 @@ def cancel(run: str, grace_s: float | None, inventory: Path | None, as_json: boo
         for process in survivors:
             screen.note(f"could not be ended: {process}")
         return 0 if has_ended and not survivors else 1
-
-
-@click.command()
-@inventory_option
-@json_option
-def hosts(inventory: Path | None, as_json: bool) -> int:
-    """List the hosts of the inventory; contacts none of them."""
-    with open_workspace(inventory) as workspace:
-        found = list(workspace.inventory.hosts.values())
-        if as_json:
-            print(json.dumps([views.host_json(host) for host in found], indent=2))
-        else:
-            show_table(views.hosts_table(found))
-        return 0
 
 
 def _follow_to_the_end(workspace: Workspace, run_id: str) -> None:

@@ -43,7 +43,7 @@ COMMANDS = {
     "reconcile": _Entry("housekeeping", "Find out how every run whose end is not known stands."),
     "gc": _Entry("housekeeping", "Remove what ended runs left on hosts and here."),
     "ledger": _Entry("housekeeping", "Make the ledger anew from the runs' records."),
-    "hosts": _Entry("inspect", "List the hosts of the inventory."),
+    "hosts": _Entry("hosts", "List the hosts of the inventory; add one, or pin its new key."),
 }
 
 

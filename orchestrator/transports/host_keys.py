@@ -107,6 +107,7 @@ class HostKeyPolicy(paramiko.MissingHostKeyPolicy):
             f"Next: {_how_to_compare(shown)}; if the fingerprint is the same, {self._how_to_trust(shown)}",
             host=self._host,
             fingerprint=fingerprint(shown.blob),
+            pin=self._pin_of(shown),
         )
 
     def _refuse_changed(self, shown: KnownKey) -> NoReturn:
@@ -119,6 +120,7 @@ class HostKeyPolicy(paramiko.MissingHostKeyPolicy):
             host=self._host,
             fingerprint=fingerprint(shown.blob),
             pinned=fingerprint(self._trusted[0].blob),
+            pin=self._pin_of(shown),
         )
 
     def _refuse_revoked(self, shown: KnownKey) -> NoReturn:
@@ -129,17 +131,28 @@ class HostKeyPolicy(paramiko.MissingHostKeyPolicy):
             host=self._host,
             fingerprint=fingerprint(shown.blob),
             pinned=fingerprint(self._trusted[0].blob) if self._trusted else "",
+            pin=None,
         )
+
+    def _pin_of(self, shown: KnownKey) -> str | None:
+        may_be_pinned = self._is_pinned or self._may_be_pinned
+        return f"{shown.type} {_base64(shown.blob)}" if may_be_pinned else None
 
     def _how_to_trust(self, shown: KnownKey) -> str:
         to_known_hosts = f"run: {self._append_command(shown)}"
         if not self._may_be_pinned:
             return to_known_hosts
-        return f"put this line under {self._host} in inventory.yaml: {_pin(shown)} ; or {to_known_hosts}"
+        return (
+            f"put this line under {self._host} in inventory.yaml: {_pin(shown)} "
+            f"(orch hosts repin {self._host} does); or {to_known_hosts}"
+        )
 
     def _how_to_replace(self, shown: KnownKey) -> str:
         if self._is_pinned:
-            return f"set under {self._host} in inventory.yaml: {_pin(shown)}"
+            return (
+                f"set under {self._host} in inventory.yaml: {_pin(shown)} "
+                f"(orch hosts repin {self._host} does)"
+            )
         stale = sorted({key.source.rpartition(":")[0] for key in self._trusted})
         forget = [shlex.join(["ssh-keygen", "-R", self._name, "-f", file]) for file in stale]
         return f"run: {' && '.join([*forget, self._append_command(shown)])}"

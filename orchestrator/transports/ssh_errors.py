@@ -41,6 +41,7 @@ def translate(  # noqa: PLR0911  # a table
                 host=host,
                 fingerprint=fingerprint(error.key.asbytes()),
                 pinned=fingerprint(error.expected_key.asbytes()),
+                pin=None,
             )
         case paramiko.AuthenticationException():
             return AuthenticationFailed(f"{where} refused the log-in: {text}", host=host)

@@ -16,8 +16,8 @@ import torch
 from dflash import drafter, pointwise
 from dflash.compiling import Compiled
 from dflash.execution import Execution
-from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
 
 from tests.payload.cases import Case, build, gradients_of, relative_error
 
