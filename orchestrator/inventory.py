@@ -45,9 +45,10 @@ class Host:
 
     ``address`` is a host name, an IP address or an alias of ssh_config; ``port``, ``user`` and ``identity``
     are None where ssh_config decides. ``host_key`` is the pinned public key (``ssh-ed25519 AAAA…``). ``root``
-    is the folder of orch on the host, ``python`` the interpreter of the payload there. A log-in over ssh
-    knows nothing of the variables that a container's image sets: ``import_container_env`` takes them from
-    PID 1.
+    is the folder of orch on the host, ``python`` the interpreter of the payload there; with ``venv`` that of
+    a virtual environment, which comes first on the payload's PATH as well. ``workdir`` is the payload's
+    working folder, None for the run's own. A log-in over ssh knows nothing of the variables that a
+    container's image sets: ``import_container_env`` takes them from PID 1.
     """
 
     name: str
@@ -58,6 +59,8 @@ class Host:
     identity: Path | None = None
     host_key: str | None = None
     python: str = "python3"
+    venv: str | None = None
+    workdir: str | None = None
     root: str = _DEFAULT_ROOT
     env: Mapping[str, str | Secret] = field(default_factory=dict, repr=False)
     import_container_env: bool = False
@@ -122,6 +125,8 @@ class _Entry(StrictModel):
     identity: str | None = None
     host_key: str | None = None
     python: str | None = None
+    venv: str | None = None
+    workdir: str | None = None
     root: str = _DEFAULT_ROOT
     env: dict[str, Any] = Field(default_factory=dict)
     import_container_env: bool = False
@@ -160,11 +165,21 @@ def _host(source: Source, name: str, entry: _Entry) -> Host:
         user=texts.get("user"),
         identity=identity_path,
         host_key=texts.get("host_key"),
-        python=texts.get("python", sys.executable if entry.transport == "local" else "python3"),
+        python=_interpreter(source, here, entry.transport, texts),
+        venv=texts.get("venv"),
+        workdir=texts.get("workdir"),
         root=texts["root"],
         env=env,
         import_container_env=entry.import_container_env,
     )
+
+
+def _interpreter(source: Source, here: tuple[str, ...], transport: str, texts: Mapping[str, str]) -> str:
+    if "venv" not in texts:
+        return texts.get("python", sys.executable if transport == "local" else "python3")
+    if "python" in texts:
+        raise source.error("has no meaning beside venv, whose interpreter it is", *here, "python")
+    return f"{texts['venv']}/bin/python"
 
 
 def _address(text: str) -> str:
@@ -202,11 +217,11 @@ def _python(text: str) -> str:
     return text
 
 
-def _root(text: str) -> str:
+def _folder(text: str) -> str:
     check_text("a folder's path", text)
     if not text.startswith(("/", "~/")) or ".." in text.split("/") or not text.strip("/"):
         raise UsageError(f"{text!r} must be a folder below '/' or '~/', without '..'")
-    return text
+    return text.rstrip("/") or text
 
 
 def _host_key(text: str) -> str:
@@ -230,5 +245,7 @@ _TEXT_CHECKS = {
     "identity": _identity,
     "host_key": _host_key,
     "python": _python,
-    "root": _root,
+    "venv": _folder,
+    "workdir": _folder,
+    "root": _folder,
 }

@@ -59,6 +59,8 @@ def job_for(
         "params": experiment.params,
         "env": {name: value for name, value in _env(experiment, host).items() if isinstance(value, str)},
         "import_container_env": host.import_container_env,
+        "venv": host.venv,
+        "workdir": host.workdir,
         "secrets": {secret.name: secret.from_env for secret in secrets_of(experiment, host)},
         "alloc_conf": experiment.alloc_conf,
         "devices": experiment.devices,

@@ -7,6 +7,7 @@ provenance cannot be overridden (the controller refuses them as input).
 
 import hashlib
 import json
+import os
 import re
 from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
@@ -47,7 +48,8 @@ def build(
 ) -> Dict[str, str]:
     """Returns the payload's whole environment; ``secrets`` are the variables that no record may show.
 
-    ``container`` is what `of_container` returned, or empty; it wins over the base alone.
+    ``container`` is what `of_container` returned, or empty; it wins over the base alone. A virtual
+    environment comes before both on PATH, and the run's own PATH before all.
 
     ``events`` is the events descriptor as ``number:inode``: in a process that did not inherit it the number
     may be another file, which the inode tells.
@@ -56,6 +58,9 @@ def build(
     env = {name: base[name] for name in BASE_VARIABLES if name in base}
     env.update(container)
     env.update({name: value for name, value in DEFAULTS.items() if name not in container})
+    if job.get("venv"):
+        env["VIRTUAL_ENV"] = os.path.expanduser(job["venv"])
+        env["PATH"] = os.pathsep.join([env["VIRTUAL_ENV"] + "/bin", env.get("PATH", os.defpath)])
     env.update(job["env"])
     env.update(secrets)
     if job.get("alloc_conf"):

@@ -118,6 +118,7 @@ class Job:
         return True
 
     def _start(self) -> None:
+        cwd = self._working_folder()
         chosen = self._choose_devices()
         container, hidden = self._container_env()
         events_read, events_write = os.pipe()
@@ -133,14 +134,14 @@ class Job:
         argv = program.argv(self._job, self._run, self._entries)
         inherited = [events_write] if self._turn is None else [events_write, self._turn.fd]
         try:
-            child = program.spawn(argv, self._run.artifacts, self._asked, inherited, self._tree.cgroup)
+            child = program.spawn(argv, cwd, self._asked, inherited, self._tree.cgroup)
         finally:
             os.close(events_write)
         child.returncode = 0  # this loop reaps it: Popen must not try
         self._pid = child.pid
         assert child.stdout is not None
         assert child.stderr is not None
-        self._record_spawn(argv, chosen, hidden)
+        self._record_spawn(argv, cwd, chosen, hidden)
         for stream, file in (("stdout", child.stdout), ("stderr", child.stderr)):
             self._add_pump(stream, os.dup(file.fileno()))
             file.close()
@@ -166,14 +167,23 @@ class Job:
             raise Refused("cannot read the environment of PID 1 (import_container_env): are we root here?")
         return environment.of_container(first)
 
-    def _record_spawn(self, argv: List[str], chosen: List[gpus.Card], hidden: List[str]) -> None:
+    def _working_folder(self) -> str:
+        asked = self._job.get("workdir")
+        if not asked:
+            return self._run.artifacts
+        folder = os.path.expanduser(str(asked))
+        if not os.path.isdir(folder):
+            raise Refused("the working folder %s is not there; see workdir: of this host" % folder)
+        return folder
+
+    def _record_spawn(self, argv: List[str], cwd: str, chosen: List[gpus.Card], hidden: List[str]) -> None:
         got = processes.environment(self._pid)
         self._writer.write(
             "spawn",
             proc=PROC,
             pid=self._pid,
             argv=argv,
-            cwd=self._run.artifacts,
+            cwd=cwd,
             env=got,
             not_imported=hidden,
             env_digest=environment.digest(self._masks.value(got)),

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import venv
+from typing import Any
+
+import pytest
+
 from tests.project import Project
 
 ARGS = ["--lr", "a 'b' $(id)"]
@@ -67,3 +72,36 @@ def test_what_belongs_into_a_file_or_to_a_script_is_told_apart(project: Project)
         done = project.orch("run", "--host", "here", *arguments)
         assert (done.code, message in done.err) == (2, True), done.err
     assert project.runs() == []
+
+
+@pytest.mark.parametrize("transport", ["local", "ssh"])
+def test_a_virtual_environment_and_a_working_folder_are_the_payloads(
+    project: Project, request: pytest.FixtureRequest, transport: str
+) -> None:
+    folder, work = project.folder / "my venv", project.folder / "my work"
+    venv.create(folder, symlinks=True)
+    (folder / "bin" / "tool").write_text("#!/bin/sh\necho a tool of its own\n")
+    (folder / "bin" / "tool").chmod(0o755)
+    work.mkdir()
+    entry: dict[str, Any] = {"transport": "local"}
+    if transport == "ssh":
+        entry = request.getfixturevalue("sshd").inventory_entry()
+        del entry["python"]
+    project.write_inventory({"here": {**entry, "venv": str(folder), "workdir": str(work)}})
+    (project.folder / "where.py").write_text(
+        "import os, subprocess, sys\n"
+        "print(sys.prefix, os.environ['VIRTUAL_ENV'], os.getcwd(), sep='|', flush=True)\n"
+        "subprocess.run(['tool'], check=True)\n"
+    )
+    done = project.orch("run", "where.py", "--host", "here", "--json")
+    assert done.code == 0, done.err
+    printed = project.output(done.json["run"]["run_id"])
+    assert printed == f"{folder}|{folder}|{work}\na tool of its own\n"
+
+
+def test_a_virtual_environment_that_is_not_there_is_named(project: Project) -> None:
+    missing = project.folder / "no venv"
+    project.write_inventory({"here": {"transport": "local", "venv": str(missing)}})
+    done = project.orch("exec", "here", "--", "true")
+    assert done.code == 3
+    assert f"{missing}/bin/python" in done.err

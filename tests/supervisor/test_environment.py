@@ -68,6 +68,34 @@ class EnvironmentTest(HostCase):
             self.assertEqual("IMAGE_TOKEN" in spawn["not_imported"], asked)
             self.assertNotIn("never recorded", json.dumps(records))
 
+    def test_a_virtual_environment_comes_first_and_the_runs_own_path_before_all(self) -> None:
+        code = "import json, os; print(json.dumps([os.environ['PATH'], os.environ.get('VIRTUAL_ENV')]))"
+        path = os.environ["PATH"]
+        for asked, expected in (
+            ({"venv": "/a venv"}, ["/a venv/bin:" + path, "/a venv"]),
+            ({"venv": "~/v"}, [os.environ["HOME"] + "/v/bin:" + path, os.environ["HOME"] + "/v"]),
+            ({"venv": "/a venv", "env": {"PATH": "/mine"}}, ["/mine", "/a venv"]),
+            ({}, [path, None]),
+        ):
+            records = self.run_code(code, **asked)
+            self.assertEqual(json.loads(stream_bytes(records, "stdout")), expected)
+
+    def test_the_working_folder_is_the_hosts_or_the_runs_own(self) -> None:
+        code = "import os; print(os.getcwd())"
+        folder = os.path.realpath(self.root)
+        records = self.run_code(code, workdir=folder)
+        self.assertEqual(stream_bytes(records, "stdout").decode(), folder + "\n")
+        self.assertEqual(of_kind(records, "spawn")[0]["cwd"], folder)
+        own = self.run_code(code)
+        self.assertIn("/runs/%s/" % self.run_ids[-1], stream_bytes(own, "stdout").decode())
+
+    def test_a_working_folder_that_is_not_there_is_refused_by_name(self) -> None:
+        records = self.run_code("print('ran')", workdir="/nowhere at all")
+        end = of_kind(records, "end")[0]
+        self.assertEqual(end["outcome"], "refused")
+        self.assertIn("/nowhere at all", end["reason"])
+        self.assertEqual(of_kind(records, "out"), [])
+
     def test_a_variable_that_the_process_changed_before_it_was_read_is_a_mismatch(self) -> None:
         """What instrument reports is compared with what was asked for."""
         records = self.run_code(

@@ -190,6 +190,27 @@ def test_a_containers_environment_is_imported_only_when_asked(tmp_path: Path) ->
         _host(tmp_path, import_container_env="yes please")
 
 
+@pytest.mark.parametrize("folder", ["~/venv", "/workspace/a venv", "/workspace/venv/"])
+def test_a_virtual_environment_names_its_interpreter(tmp_path: Path, folder: str) -> None:
+    host = _host(tmp_path, venv=folder)
+    assert host.venv == folder.rstrip("/")
+    assert host.python == f"{folder.rstrip('/')}/bin/python"
+
+
+def test_python_beside_a_virtual_environment_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"hosts\.h\.python: has no meaning beside venv"):
+        _host(tmp_path, venv="/venv", python="python3.12")
+
+
+@pytest.mark.parametrize("key", ["venv", "workdir", "root"])
+@pytest.mark.parametrize(
+    "folder", ["venv", "./venv", "~", "/", "~user/venv", "/a/../b", "-x", "", "/a\nb", "$(id)", "/a\0b"]
+)
+def test_what_is_no_folder_of_the_host_is_refused(tmp_path: Path, key: str, folder: str) -> None:
+    with pytest.raises(ConfigError, match=rf"hosts\.h\.{key}"):
+        _host(tmp_path, **{key: folder})
+
+
 def test_an_inventory_without_hosts_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="at least one host"):
         load_inventory(_write(tmp_path, {}))

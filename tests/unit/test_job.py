@@ -48,6 +48,8 @@ def test_a_job_says_all_that_a_host_and_a_verdict_need() -> None:
         "params": {"anchors": [1, 2], "nested": {"lr": 1e-5}},
         "env": {"A": "host", "B": "experiment"},
         "import_container_env": False,
+        "venv": None,
+        "workdir": None,
         "secrets": {},
         "alloc_conf": "expandable_segments:True",
         "devices": ["5"],
