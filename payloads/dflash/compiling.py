@@ -1,23 +1,46 @@
-"""Functions that torch.compile turns into kernels, safely from several threads.
+"""Functions that become kernels, by torch.compile or by Triton, safely from several threads.
 
 Compiling and tuning are not thread-safe, and what is compiled, when, is decided deep inside a call. So the
-first call with each set of shapes holds one lock for the whole process; later ones hold none. A function is
-compiled as one graph: what cannot be is an error, and never runs uncompiled in silence.
+first call of each kind (types, shapes, options) holds one lock for the whole process; later ones hold none.
+Where a forward is compiled its backward is too, at once, not later in a thread of autograd's. A function is
+compiled as one graph: what cannot be is an error. Where torch.compile is disabled the function runs as it
+is, and that is said.
 
 Lengths that change are compiled for twice or thrice, then once for all lengths.
 """
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dflash.notices import warn_once
+
 # More than the kinds of call there are: types, devices, and a dimension or two that turned out to vary.
 RECOMPILE_LIMIT = 64
 
 _compiling = threading.RLock()
+
+
+class FirstCalls:
+    """The kinds of call that are known to be compiled."""
+
+    def __init__(self) -> None:
+        self._known: set[Any] = set()
+
+    @contextlib.contextmanager
+    def guard(self, *arguments: Any) -> Iterator[None]:
+        """Hold the lock for the first call of a kind that ends well."""
+        kind = tuple(map(_kind, arguments))
+        if kind in self._known:
+            yield
+            return
+        with _compiling, _settings():
+            yield
+            self._known.add(kind)
 
 
 class Compiled:
@@ -26,7 +49,7 @@ class Compiled:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.plain = function
         self._compiled = torch.compile(function, fullgraph=True)
-        self._known: set[Any] = set()
+        self._first_calls = FirstCalls()
 
     def when(self, is_compiled: bool) -> Callable[..., Any]:
         """Return the compiled form or the function itself."""
@@ -41,15 +64,24 @@ class Compiled:
         if not torch.is_grad_enabled():
             # Else there would be one graph more for every argument that requires a gradient or does not.
             arguments = tuple(part.detach() if isinstance(part, Tensor) else part for part in arguments)
-        kind = (torch.is_grad_enabled(), torch.get_default_dtype(), *map(_kind, arguments))
-        if kind in self._known:
+        if torch._dynamo.config.disable:  # noqa: SLF001
+            warn_once(
+                "compile", "torch.compile is disabled, so nothing is compiled; unset TORCHDYNAMO_DISABLE"
+            )
+            return self.plain(*arguments)
+        with self._first_calls.guard(torch.is_grad_enabled(), torch.get_default_dtype(), *arguments):
             return self._compiled(*arguments)
-        # The limit is set here, around each call that may compile: some releases keep it by thread, and
-        # backward runs in threads of its own.
-        with _compiling, torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):  # noqa: SLF001
-            result = self._compiled(*arguments)
-            self._known.add(kind)
-            return result
+
+
+@contextlib.contextmanager
+def _settings() -> Iterator[None]:
+    """Set what a call that may compile needs; some releases keep it by thread."""
+    functorch: Any = torch._functorch.config  # noqa: SLF001
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT))  # noqa: SLF001
+        if hasattr(functorch, "force_non_lazy_backward_lowering"):
+            stack.enter_context(functorch.patch(force_non_lazy_backward_lowering=True))
+        yield
 
 
 def _kind(argument: Any) -> Any:
@@ -58,5 +90,8 @@ def _kind(argument: Any) -> Any:
         starts_at_zero = argument.storage_offset() == 0
         places = (argument.shape, argument.stride(), starts_at_zero, argument.device)
         return *places, argument.dtype, argument.requires_grad
-    # Whatever else there is follows from the tensors, or is a number that may be compiled in.
-    return argument if isinstance(argument, int | float | bool | str | None) else type(argument)
+    if isinstance(argument, Mapping):
+        return tuple(sorted(argument.items()))
+    if isinstance(argument, int | float | bool | str | None | torch.dtype | torch.device):
+        return argument
+    return type(argument)  # a block mask: its tables follow from the tensors beside it

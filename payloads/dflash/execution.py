@@ -12,9 +12,11 @@ from dflash.config import DrafterConfig
 from dflash.notices import warn_once
 
 ANYWHERE = "sdpa_chunked"
-SM12X = 12
+LAST_RESORT = "sdpa_math"
+ALIGNED_BYTES = 16  # what the memory-efficient kernel reads at a time
+CONSUMER_BLACKWELL = 12  # sm_12x
 LEAST_FLEX_HEAD_DIM = 16  # below, a tile is too narrow for the matrix units
-LARGEST_SM120_HEAD_DIM = 128  # above, its backward needs more shared memory than such a card has
+LARGEST_SM12X_HEAD_DIM = 128  # above, its backward needs more shared memory than such a card has
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +31,7 @@ class Execution:
 def choose_execution(
     config: DrafterConfig, *, device: torch.device, dtype: torch.dtype, needs_gradients: bool
 ) -> Execution:
-    """Return how to compute on a device; `attention: auto` means flex on a GPU and sdpa_chunked elsewhere.
+    """Return how to compute on a device; `attention="auto"` is flex on a GPU, else sdpa_chunked.
 
     On the CPU nothing is compiled, and flex has no backward.
     """
@@ -42,6 +44,15 @@ def choose_execution(
         if reason is not None:
             warn_once("attention", f"flex cannot run here: {reason}; {ANYWHERE} is used instead")
             attention = ANYWHERE
+    if attention == ANYWHERE and is_cuda and dtype != torch.float64:
+        row_bytes = config.head_dim * dtype.itemsize
+        if row_bytes % ALIGNED_BYTES:
+            warn_once(
+                "attention",
+                f"{ANYWHERE} cannot run here: head_dim {config.head_dim} makes rows of {row_bytes} bytes, "
+                f"and its kernel needs a multiple of {ALIGNED_BYTES}; {LAST_RESORT} is used instead",
+            )
+            attention = LAST_RESORT
     is_compiled = config.compile and is_cuda and has_triton()
     if config.compile and is_cuda and not is_compiled:
         warn_once("compile", "Triton is not installed, so nothing is compiled; install triton for speed")
@@ -63,7 +74,7 @@ def _why_not_flex(
     if not has_triton():
         return "Triton is not installed"
     major, _ = torch.cuda.get_device_capability(device)
-    width, is_wide = config.head_dim, config.head_dim > LARGEST_SM120_HEAD_DIM
+    width, is_wide = config.head_dim, config.head_dim > LARGEST_SM12X_HEAD_DIM
     reasons = (
         (dtype == torch.float64, "its kernels know no float64"),
         (
@@ -71,8 +82,8 @@ def _why_not_flex(
             f"head_dim is {width}, and its kernels need at least {LEAST_FLEX_HEAD_DIM}",
         ),
         (
-            needs_gradients and major == SM12X and is_wide,
-            f"head_dim is {width}, and its backward on sm_12x takes at most {LARGEST_SM120_HEAD_DIM}",
+            needs_gradients and major == CONSUMER_BLACKWELL and is_wide,
+            f"head_dim is {width}, and its backward on sm_12x takes at most {LARGEST_SM12X_HEAD_DIM}",
         ),
     )
     return next((reason for applies, reason in reasons if applies), None)

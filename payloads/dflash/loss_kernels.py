@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dflash.compiling import FirstCalls
 from dflash.loss_rows import Lesson, Scores, TeacherSummary
 
 COLUMNS = 2048
@@ -65,7 +66,11 @@ def _launch(kernel: Any, logits: Tensor, *arguments: Any, **constants: Any) -> N
     assert logits.is_contiguous()
     rows, columns = logits.shape
     if rows:
-        kernel[(rows,)](logits, *arguments, VOCABULARY=columns, X=COLUMNS, num_warps=WARPS, **constants)
+        with _first_calls.guard(kernel.__name__, logits, *arguments, *constants.values()):
+            kernel[(rows,)](logits, *arguments, VOCABULARY=columns, X=COLUMNS, num_warps=WARPS, **constants)
+
+
+_first_calls = FirstCalls()
 
 
 @triton.jit
@@ -151,7 +156,10 @@ def _score_rows(  # type: ignore[no-untyped-def]
             taught = tl.load(row_teacher + columns, mask=is_there, other=NOTHING)
             cross += tl.where(is_there, tl.exp(taught - teacher_log_sum) * values, 0.0)
     log_sum, argmax = _together(largest, total, best, VOCABULARY)
-    loss = log_sum - tl.load(logits_CV + row * VOCABULARY + label)
+    # A label that is no token must not read another row's logit: it makes NaN, which nobody overlooks.
+    is_token = (label >= 0) & (label < VOCABULARY)
+    own = tl.load(logits_CV + row * VOCABULARY + label, mask=is_token, other=float("nan"))
+    loss = log_sum - own
     if HAS_TEACHER:
         divergence = tl.load(negative_entropy_P + token) + log_sum - tl.sum(cross, 0)
         loss += kl_weight * (divergence - loss)
@@ -161,6 +169,7 @@ def _score_rows(  # type: ignore[no-untyped-def]
         certain = 1.0
         if HAS_TEACHER:
             certain = 1.0 - kl_weight
+        log_sum = tl.where(is_token, log_sum, float("nan"))
         for first in range(0, VOCABULARY, X):
             columns = first + lanes
             is_there = columns < VOCABULARY

@@ -14,10 +14,13 @@ class DFlashWarning(UserWarning):
     """Something works otherwise than was asked for."""
 
 
-def warn_once(about: str, message: str) -> None:
-    """Say a message as a Python warning and as an event, the first time that it is said in this process."""
-    if (about, message) in _said:
+def warn_once(about: str, message: str, *, cause: str = "") -> None:
+    """Say a message as a Python warning and as an event, the first time in this process.
+
+    Messages of one `cause` count as one; without it each message is its own.
+    """
+    if (about, cause or message) in _said:
         return
-    _said.add((about, message))
+    _said.add((about, cause or message))
     emit_warning(about, message)
     warnings.warn(f"{about}: {message}", DFlashWarning, stacklevel=3)

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from dflash import drafter, pointwise
-from dflash.compiling import Compiled
+from dflash import drafter, notices, pointwise
+from dflash.compiling import RECOMPILE_LIMIT, Compiled
 from dflash.execution import Execution
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
@@ -91,34 +91,120 @@ def test_compiled_parts_change_no_gradient(graphs: list[str], recompute: str) ->
         assert relative_error(gradient, expected[name]) < 1e-12, name
 
 
-def test_two_threads_never_compile_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    inside, most = 0, 0
+class Alone:
+    """Notes whether two threads are ever inside at once."""
 
-    def backend(graph: Any, _inputs: Any) -> Callable[..., Any]:
-        nonlocal inside, most
-        inside += 1
-        most = max(most, inside)
+    def __init__(self) -> None:
+        self.entered: list[str] = []
+        self.most = 0
+        self._inside = 0
+
+    def work(self, name: str) -> None:
+        self._inside += 1
+        self.most = max(self.most, self._inside)
+        self.entered.append(name)
         time.sleep(0.05)
-        inside -= 1
-        run: Callable[..., Any] = graph.forward
-        return run
+        self._inside -= 1
 
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
-    functions = [Compiled(lambda x: x * 2), Compiled(lambda x: x + 3), Compiled(lambda x: x - 1)]
-    results: list[float] = []
+
+def alone_backend(alone: Alone) -> Any:
+    """A compiler whose work, and whose graphs' first runs, can be seen; torch guards neither with a lock."""
+
+    def compiler(name: str, graph: Any, _inputs: Any) -> Callable[..., Any]:
+        alone.work(f"compile {name}")
+        first: list[bool] = []
+
+        def run(*arguments: Any) -> Any:
+            if not first:
+                first.append(True)
+                if name == "forward":
+                    alone.work("first run")
+            return graph(*arguments)
+
+        boxed: Callable[..., Any] = make_boxed_func(run)
+        return boxed
+
+    return aot_autograd(
+        fw_compiler=functools.partial(compiler, "forward"),
+        bw_compiler=functools.partial(compiler, "backward"),
+    )
+
+
+def test_threads_never_compile_nor_run_first_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = Alone()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=alone_backend(alone)))
+    functions = [Compiled(lambda x: x * 2), Compiled(lambda x: x * x + 3), Compiled(lambda x: (x - 1) * 3)]
     start = threading.Barrier(len(functions))
 
     def work(function: Compiled) -> None:
         start.wait()
-        results.extend(float(function(torch.ones(size))[0]) for size in (4, 5))
+        for size in (4, 5):
+            torch.autograd.backward(function(torch.ones(size, requires_grad=True)).sum())
 
     threads = [threading.Thread(target=work, args=(function,)) for function in functions]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(results) == [0.0, 0.0, 2.0, 2.0, 4.0, 4.0]
-    assert most == 1
+    assert set(alone.entered) == {"compile forward", "compile backward", "first run"}
+    assert len(alone.entered) >= 3 * 3
+    assert alone.most == 1
+
+
+def test_options_that_differ_are_kinds_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Compiled outside the guard they would meet torch's limit of eight graphs, and no lock.
+    limits: list[int] = []
+
+    def backend(graph: Any, _inputs: Any) -> Callable[..., Any]:
+        limits.append(torch._dynamo.config.recompile_limit)
+        run: Callable[..., Any] = graph.forward
+        return run
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    function = Compiled(lambda x, options: x * options["factor"])
+    for factor in (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31):
+        for is_training in (True, False):
+            with torch.set_grad_enabled(is_training):
+                assert float(function(torch.ones(3), {"factor": factor})[0]) == factor
+    assert limits
+    assert set(limits) == {RECOMPILE_LIMIT}
+
+
+@pytest.mark.parametrize("default", [torch.float32, torch.bfloat16])
+def test_whatever_torch_guards_on_is_compiled_under_the_guard(
+    monkeypatch: pytest.MonkeyPatch, default: torch.dtype
+) -> None:
+    limits: list[int] = []
+
+    def backend(graph: Any, _inputs: Any) -> Callable[..., Any]:
+        limits.append(torch._dynamo.config.recompile_limit)
+        run: Callable[..., Any] = graph.forward
+        return run
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    function = Compiled(lambda x: x + 1)
+    storage = torch.ones(12)
+    for values in (
+        storage[:6],
+        storage[3:9],
+        storage[::2],
+        storage.double(),
+        storage.clone().requires_grad_(),
+    ):
+        for is_training in (True, False):
+            torch.set_default_dtype(default if is_training else torch.float32)
+            with torch.set_grad_enabled(is_training):
+                function(values)
+    assert set(limits) == {RECOMPILE_LIMIT}
+
+
+def test_disabled_compiler_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notices, "_said", set())
+    function = Compiled(lambda x: x + 1)
+    with torch._dynamo.config.patch(disable=True):
+        with pytest.warns(notices.DFlashWarning, match="torch.compile is disabled"):
+            assert float(function(torch.ones(3))[0]) == 2.0
+        function(torch.ones(4))
 
 
 def test_what_cannot_be_one_graph_is_an_error() -> None:

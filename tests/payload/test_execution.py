@@ -77,12 +77,35 @@ def test_what_flex_cannot_do_on_a_card_falls_back_and_says_why(
     assert [about for about, _ in events] == ["attention"]
 
 
+def test_heads_that_no_fused_kernel_takes_end_in_the_math_path(
+    hopper: None, events: list[tuple[str, str]]
+) -> None:
+    with pytest.warns(notices.DFlashWarning):
+        assert chosen(CUDA, head_dim=12).attention == "sdpa_math"
+    assert len(events) == 2
+    assert "rows of 24 bytes, and its kernel needs a multiple of 16" in events[1][1]
+    assert chosen(CPU, head_dim=12).attention == "sdpa_chunked"
+    assert chosen(CUDA, head_dim=12, attention="eager").attention == "eager"
+
+
+def test_uncompiled_flex_is_said_once_whatever_the_lengths(events: list[tuple[str, str]]) -> None:
+    rows = [
+        build(Case(attention="flex", anchors=(2, 5), lengths=(length,), padding=0))
+        for length in range(20, 30)
+    ]
+    with torch.no_grad(), pytest.warns(notices.DFlashWarning) as warned:
+        losses = [row.run()[0] for row in rows]
+    assert len(losses) == 10
+    assert len(warned) == len(events) == 1
+
+
 def test_wide_heads_on_sm120_are_refused_for_training_only(monkeypatch: pytest.MonkeyPatch) -> None:
     card(monkeypatch, (12, 0))
     assert chosen(CUDA, head_dim=192, training=False).attention == "flex"
     assert chosen(CUDA, head_dim=128).attention == "flex"
-    card(monkeypatch, (9, 0))
-    assert chosen(CUDA, head_dim=192).attention == "flex"
+    for capability in ((9, 0), (10, 0)):
+        card(monkeypatch, capability)
+        assert chosen(CUDA, head_dim=192).attention == "flex"
 
 
 def test_without_triton_nothing_is_compiled_and_both_are_said(

@@ -1,12 +1,15 @@
 """From logits to losses and gradients in two ways: plain torch, and kernels, run by Triton's interpreter."""
 
+from typing import Any
+
 import pytest
 import torch
 from dflash.loss import Teacher, _plan_chunks
 from dflash.loss_rows import Lesson, PlainRows, Rows, Scores, TeacherSummary
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.payload.cases import relative_error
+from tests.payload.cases import Case, build, relative_error
 from tests.payload.reference import Objective, slot_loss
 
 ROWS, TOKEN_OF_ROW = 5, torch.tensor([0, 0, 1, 2, 2])
@@ -107,6 +110,57 @@ def test_first_of_equal_logits_is_the_argmax(kernels: Rows) -> None:
     logits = torch.zeros(2, 5000)
     logits[1, [17, 4000]] = 3.0
     assert kernels.score(logits, torch.tensor([0, 0]), None, None).predicted_C.tolist() == [0, 17]
+
+
+@pytest.mark.parametrize("label", [-100, -1, 5000, 5001])
+def test_label_that_is_no_token_makes_nan_and_reads_no_other_row(kernels: Rows, label: int) -> None:
+    draft, _, labels = logits_of(5000)
+    others = labels.clone()
+    labels[2] = label
+    scores = kernels.score(draft.clone(), labels, None, torch.float32)
+    expected = kernels.score(draft.clone(), others, None, torch.float32)
+    assert scores.gradients_CV is not None
+    assert expected.gradients_CV is not None
+    assert bool(scores.losses_C[2].isnan())
+    assert bool(scores.gradients_CV[2].isnan().all())
+    kept = [0, 1, 3, 4]
+    assert torch.equal(scores.losses_C[kept], expected.losses_C[kept])
+    assert torch.equal(scores.gradients_CV[kept], expected.gradients_CV[kept])
+
+
+@pytest.mark.parametrize("use_soft_labels", [True, False])
+def test_no_more_rows_than_a_chunk_meet_the_vocabulary_at_once(use_soft_labels: bool) -> None:
+    case = Case(
+        vocab_size=997,
+        mask_token_id=996,
+        lengths=(60, 70),
+        anchors=tuple(range(0, 125, 3)),
+        loss_chunk_rows=16,
+        objective=Objective(use_soft_labels=use_soft_labels),
+    )
+    bench = build(case)
+    with RowsOf(997) as rows:
+        loss, metrics = bench.run()
+        torch.autograd.backward(loss)
+    assert int(metrics["valid_slots"]) > 100
+    assert rows.most == 16
+
+
+class RowsOf(TorchDispatchMode):  # torch has no types here
+    """Notes the largest number of rows of that width, but for whole weights."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.most = 0
+        self._width = width
+        self._hidden = Case().hidden_size  # the head, transposed
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for part in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(part, Tensor) and part.ndim == 2 and part.shape[1] == self._width:
+                self.most = max(self.most, 0 if part.shape[0] == self._hidden else part.shape[0])
+        return result
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 2, 3, 7, 64, 1000])

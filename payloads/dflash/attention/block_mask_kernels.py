@@ -15,12 +15,15 @@ import triton.language as tl
 from torch import Tensor
 
 from dflash.attention.interface import TILE_ROWS, KeyLayout
+from dflash.compiling import FirstCalls
 from dflash.packing import HOST
 from dflash.transfer import to_device
 from dflash.visibility import Visibility
 
 KEY_TILES = 64  # of those that a program looks at together
 EVERYTHING = 0  # the window of a full layer
+
+_first_calls = FirstCalls()
 
 
 def tables(visibilities: Sequence[Visibility], layout: KeyLayout) -> tuple[Tensor, list[Tensor]]:
@@ -39,26 +42,28 @@ def tables(visibilities: Sequence[Visibility], layout: KeyLayout) -> tuple[Tenso
     states_MIJ = room(masks, query_tiles, key_tiles)
     by_query = [room(2, masks, query_tiles), room(2, masks, query_tiles, key_tiles)]
     by_key = [room(2, masks, key_tiles), room(2, masks, key_tiles, query_tiles)]
-    _take_query_tile[(masks, query_tiles)](
-        anchors_N,
-        starts_N,
-        windows_M,
-        bounds_MXQ,
-        states_MIJ,
-        *by_query,
-        blocks.block_size,
-        layout.slot_rows,
-        layout.slot_start,
-        masks,
-        query_tiles,
-        key_tiles,
-        ROWS=TILE_ROWS,
-        TILES=KEY_TILES,
-        STEPS=triton.next_power_of_2(triton.cdiv(key_tiles, KEY_TILES)),
-    )
-    _take_key_tile[(masks, key_tiles)](
-        states_MIJ, *by_key, masks, query_tiles, key_tiles, TILES=triton.next_power_of_2(query_tiles)
-    )
+    steps = triton.next_power_of_2(triton.cdiv(key_tiles, KEY_TILES))
+    with _first_calls.guard(device, steps, triton.next_power_of_2(query_tiles)):
+        _take_query_tile[(masks, query_tiles)](
+            anchors_N,
+            starts_N,
+            windows_M,
+            bounds_MXQ,
+            states_MIJ,
+            *by_query,
+            blocks.block_size,
+            layout.slot_rows,
+            layout.slot_start,
+            masks,
+            query_tiles,
+            key_tiles,
+            ROWS=TILE_ROWS,
+            TILES=KEY_TILES,
+            STEPS=steps,
+        )
+        _take_key_tile[(masks, key_tiles)](
+            states_MIJ, *by_key, masks, query_tiles, key_tiles, TILES=triton.next_power_of_2(query_tiles)
+        )
     return bounds_MXQ, [*by_query, *by_key]
 
 

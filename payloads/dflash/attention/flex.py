@@ -1,7 +1,7 @@
 """Block-sparse attention by PyTorch's flex_attention, over whole tiles of queries and keys.
 
 Compiled it skips what nobody sees and holds no scores. Uncompiled it computes and holds all of them, in
-float32, without padding: that is reported whenever it happens, whatever the cause.
+float32: that is reported whenever it happens, whatever the cause.
 
 Shape letters: T slots, Q query rows, K key rows, A query heads, G key-value heads, D head_dim.
 """
@@ -69,6 +69,7 @@ def _attend(
             "attention",
             f"flex attention runs uncompiled and holds scores [{heads}, {rows}, {keys_1GKD.shape[2]}] in "
             "float32; leave compile on, and see that torch.compile is not disabled",
+            cause="flex runs uncompiled",
         )
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "flex_attention called without")  # said better just now

@@ -4,6 +4,7 @@ Knows the texts with which torch's allocators refuse. What a case allocated is g
 """
 
 import re
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -47,8 +48,11 @@ def try_case(machine: Machine, case: Callable[[], T]) -> T | Failure:
 def _outcome(case: Callable[[], T]) -> T | Failure:
     try:
         return case()
-    except (RuntimeError, MemoryError) as error:
-        return explain(error)
+    except Exception as error:  # noqa: BLE001  compilers raise what they like
+        failure = explain(error)
+        if not failure.is_out_of_memory:
+            traceback.print_exc()
+        return failure
 
 
 def explain(error: Exception) -> Failure:
