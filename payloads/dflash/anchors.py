@@ -60,9 +60,10 @@ def _without_starvation(quotas: list[int], available: Sequence[int]) -> list[int
     for document, count in enumerate(available):
         if count and not quotas[document]:
             richest = max(range(len(quotas)), key=quotas.__getitem__)
-            if quotas[richest] > 1:
-                quotas[richest] -= 1
-                quotas[document] += 1
+            if quotas[richest] <= 1:
+                break
+            quotas[richest] -= 1
+            quotas[document] += 1
     return quotas
 
 

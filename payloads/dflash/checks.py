@@ -12,6 +12,9 @@ if TYPE_CHECKING:  # parameters are checked before torch is loaded
     from torch import Tensor
 
 
+LEAST_GAMMA = 1e-6  # below, a float32 weight is 0/0
+
+
 def checked_layer_ids(ids: Sequence[int], num_target_layers: int) -> tuple[int, ...]:
     """Return the ids as a tuple if their states can be captured from a target of that many layers."""
     if not ids or len(set(ids)) != len(ids):
@@ -30,6 +33,8 @@ def checked_mask_token(mask: int | None, pad: int | None, vocab_size: int) -> in
     """Return the mask token if there is one, in the vocabulary, that is not the padding."""
     if mask is None:
         raise ValueError("mask_token_id is missing; name a token that the target's data never holds")
+    if type(mask) is not int:
+        raise ValueError(f"mask_token_id is {mask!r}; it must be an integer")
     if not 0 <= mask < vocab_size:
         raise ValueError(f"mask_token_id {mask} is out of range: the vocabulary has {vocab_size} tokens")
     if mask == pad:
@@ -39,8 +44,17 @@ def checked_mask_token(mask: int | None, pad: int | None, vocab_size: int) -> in
 
 def checked_at_least(name: str, value: int, least: int) -> int:
     """Return the value if it is large enough."""
+    if type(value) is not int:
+        raise ValueError(f"{name} is {value!r}; it must be an integer")
     if value < least:
         raise ValueError(f"{name} is {value}; it must be at least {least}")
+    return value
+
+
+def checked_between(name: str, value: int, least: int, most: int) -> int:
+    """Return the value if it lies in that range, both ends included."""
+    if checked_at_least(name, value, least) > most:
+        raise ValueError(f"{name} is {value}; it must be at most {most}")
     return value
 
 
@@ -55,7 +69,7 @@ def check_window(config: DrafterConfig, block_size: int) -> None:
 
 def checked_anchors(anchors: "Tensor", row_length: int) -> "Tensor":
     """Return the anchors on the host if they are indices of the row."""
-    if anchors.ndim != 1 or anchors.is_floating_point():
+    if anchors.ndim != 1 or anchors.is_floating_point() or anchors.is_complex() or anchors.element_size() < 2:
         shape = tuple(anchors.shape)
         raise ValueError(f"anchors are {anchors.dtype} of shape {shape}; they must be a vector of integers")
     anchors_N = anchors.cpu().long()
@@ -90,5 +104,5 @@ def check_objective(kl_weight: float, gamma: float) -> None:
     """Refuse loss weights that make no loss."""
     if not 0.0 <= kl_weight <= 1.0:
         raise ValueError(f"kl_weight is {kl_weight}; it must be between 0 and 1")
-    if not gamma > 0.0:
-        raise ValueError(f"gamma is {gamma}; it must be greater than 0")
+    if not gamma >= LEAST_GAMMA:
+        raise ValueError(f"gamma is {gamma}; it must be at least {LEAST_GAMMA}")

@@ -34,7 +34,7 @@ class FirstCalls:
     @contextlib.contextmanager
     def guard(self, *arguments: Any) -> Iterator[None]:
         """Hold the lock for the first call of a kind that ends well."""
-        kind = tuple(map(_kind, arguments))
+        kind = (*_modes(), *map(_kind, arguments))
         if kind in self._known:
             yield
             return
@@ -69,7 +69,7 @@ class Compiled:
                 "compile", "torch.compile is disabled, so nothing is compiled; unset TORCHDYNAMO_DISABLE"
             )
             return self.plain(*arguments)
-        with self._first_calls.guard(torch.is_grad_enabled(), torch.get_default_dtype(), *arguments):
+        with self._first_calls.guard(*arguments):
             return self._compiled(*arguments)
 
 
@@ -82,6 +82,19 @@ def _settings() -> Iterator[None]:
         if hasattr(functorch, "force_non_lazy_backward_lowering"):
             stack.enter_context(functorch.patch(force_non_lazy_backward_lowering=True))
         yield
+
+
+def _modes() -> tuple[Any, ...]:
+    """Return what of the process and thread graphs depend on as well."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cuda"),
+        torch.is_autocast_enabled("cpu"),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.get_default_dtype(),
+    )
 
 
 def _kind(argument: Any) -> Any:

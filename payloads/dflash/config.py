@@ -17,14 +17,15 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrafterConfig:
-    """One drafter's architecture; the fields from `attention` on change memory and speed, never the result.
+    """One drafter's architecture; fields from `attention` on change memory, speed and rounding, no more.
 
     `dtype` is that of the weights when they are made; None leaves it to torch's default dtype.
 
     `attention="auto"` is flex on a GPU and sdpa_chunked elsewhere; `chunk_blocks` is how many blocks
     sdpa_math takes at a time.
     `recompute="mlp"` keeps no feed-forward activation and computes gate and up again in backward; "layer"
-    keeps of each layer only its two residual states, and computes attention again as well.
+    keeps of each layer only its two residual states, and computes attention again as well; nobody notices
+    there if weights change between forward and backward.
     `loss_chunk_rows` slots at a time meet the vocabulary, in float32.
     `compile=False` leaves every kernel to PyTorch's own operators; flex then holds all scores.
     """

@@ -26,7 +26,7 @@ from dflash.checks import (
     checked_layer_ids,
     checked_mask_token,
 )
-from dflash.config import FULL, SLIDING, DrafterConfig
+from dflash.config import DTYPES, FULL, SLIDING, DrafterConfig
 from dflash.execution import Execution, choose_execution
 from dflash.gathering import select_rows
 from dflash.layers import Context, DrafterLayer
@@ -36,6 +36,7 @@ from dflash.projections import Plan
 from dflash.rope import RopeTable, rope_table
 from dflash.row import Row, read_row
 from dflash.transfer import to_device
+from dflash.values import require_choice
 from dflash.visibility import Visibility
 
 INITIAL_STD = 0.02
@@ -43,6 +44,9 @@ INITIAL_STD = 0.02
 
 class DFlashDrafter(nn.Module):
     """A block-diffusion drafter with the target's embedding and head, both frozen.
+
+    The layers' products and norms are steps of their own (`dflash.projections`, `dflash.feed_forward`) that read
+    the modules' weights: forward hooks and replaced modules inside a layer do nothing, parametrizations do.
 
     Matrices start normal with a deviation of 0.02, norms at one. Embedding and head start random as well:
     `use_target_weights` or a state dict brings the real ones.
@@ -98,9 +102,13 @@ class DFlashDrafter(nn.Module):
         shape = (self.config.vocab_size, self.config.hidden_size)
         check_shape("the target's embed_tokens", embed_tokens_VH, shape)
         check_shape("the target's lm_head", lm_head_VH, shape)
+        for name, tensor in (("embed_tokens", embed_tokens_VH), ("lm_head", lm_head_VH)):
+            require_choice(f"type of the target's {name}", str(tensor.dtype).removeprefix("torch."), DTYPES)
         self.embed_tokens.weight = nn.Parameter(embed_tokens_VH.detach(), requires_grad=False)
         self.lm_head.weight = nn.Parameter(lm_head_VH.detach(), requires_grad=False)
 
+    @torch.autocast("cpu", enabled=False)  # type: ignore[untyped-decorator]
+    @torch.autocast("cuda", enabled=False)  # type: ignore[untyped-decorator]
     def forward(
         self,
         *,
@@ -121,7 +129,8 @@ class DFlashDrafter(nn.Module):
         The loss is Σ w·l / Σ w with w = exp(−(k − 1)/gamma) for slot k and l = (1 − kl_weight)·CE +
         kl_weight·KL, or CE alone without soft labels; float32 at least. For one denominator over several rows
         multiply it by `metrics["weight_sum"]` and divide the gradients by the sum of those. A row without a
-        valid slot has loss 0 and zero gradients, and counts in `metrics["rows_without_loss"]`.
+        valid slot has loss 0 and zero gradients, and counts in `metrics["rows_without_loss"]`. Every
+        product has its weights' type, under autocast too; there are no second derivatives.
 
         Args:
             all_hidden_states: `[1, S, F]`, the target layers' states, joined in `target_layer_ids`' order.
@@ -169,7 +178,7 @@ class DFlashDrafter(nn.Module):
         scores = self._score(row, context_SH, blocks, labels_R, teacher)
         weights_R = _slot_weights(blocks, gamma, scores.losses_R)
         loss_sum, weight_sum = (weights_R * scores.losses_R).sum(), weights_R.sum()
-        loss = loss_sum / weight_sum if blocks.has_loss else self._zero_loss(loss_sum)
+        loss = loss_sum / weight_sum if blocks.has_loss else self._zero_loss(loss_sum, row)
         return loss, summarize(blocks, scores, labels_R, loss_sum=loss_sum, weight_sum=weight_sum)
 
     def _blocks(self, row: Row, anchors: Tensor | None, seed: int | None) -> Blocks:
@@ -246,11 +255,11 @@ class DFlashDrafter(nn.Module):
             dtype=self.fc.weight.dtype,
         )
 
-    def _zero_loss(self, zero: Tensor) -> Tensor:
-        """Return 0 that depends on every trainable parameter, so that backward leaves zeros."""
-        for parameter in self.parameters():
-            if parameter.requires_grad:
-                zero = zero + parameter.flatten()[:0].sum()
+    def _zero_loss(self, zero: Tensor, row: Row) -> Tensor:
+        """Return 0 that depends on features and trainable parameters, so that backward leaves zeros."""
+        for tensor in (row.features_SF, *self.parameters()):
+            if tensor.requires_grad:
+                zero = zero + tensor.flatten()[:0].sum()
         return zero
 
 

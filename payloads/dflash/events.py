@@ -39,11 +39,11 @@ def emit_phase(name: str) -> None:
 
 def emit_warning(about: str, message: str) -> None:
     """Say that something works otherwise than was asked for."""
-    _send({"kind": "warning", "about": _shortened(about), "message": _shortened(message)})
+    _send({"kind": "warning", "about": _shortened(about, 100), "message": _shortened(message)})
 
 
-def _shortened(name: str) -> str:
-    return name if len(name) <= MAX_NAME_CHARACTERS else name[: MAX_NAME_CHARACTERS - 1] + "…"
+def _shortened(name: str, most: int = MAX_NAME_CHARACTERS) -> str:
+    return name if len(name) <= most else name[: most - 1] + "…"
 
 
 def _json_number(value: Any) -> float | int | str:

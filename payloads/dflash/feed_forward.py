@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from dflash import pointwise
+from dflash.derivatives import first_order
 
 
 class FeedForwardWeights(NamedTuple):
@@ -63,7 +63,7 @@ class _FeedForward(torch.autograd.Function):
         return torch.addmm(slots_TH, inner_TI, weights.down_HI.t())
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, gradient_TH: Tensor) -> tuple[Tensor | None, ...]:
         slots_TH, *tensors = ctx.saved_tensors
         weights, kept = FeedForwardWeights(*tensors[:4]), tensors[4:]
@@ -76,7 +76,7 @@ class _FeedForward(torch.autograd.Function):
             for first in range(0, columns, ctx.part_columns):
                 gradients.add_again(slice(first, first + ctx.part_columns))
         slots_gradient_TH, norm_gradient_H = pointwise.normalize_backward.when(ctx.is_compiled)(
-            gradients.normed_TH, slots_TH, weights.norm_H, ctx.eps, gradient_TH
+            gradients.of_normed_TH, slots_TH, weights.norm_H, ctx.eps, gradient_TH
         )
         return slots_gradient_TH, norm_gradient_H, *gradients.of_weights, None, None, None
 
@@ -87,7 +87,7 @@ class _Gradients:
     def __init__(
         self, weights: FeedForwardWeights, normed_TH: Tensor, gradient_TH: Tensor, *, is_compiled: bool
     ) -> None:
-        self.normed_TH = torch.empty_like(normed_TH)
+        self.of_normed_TH = torch.empty_like(normed_TH)
         self.of_weights = tuple(torch.empty_like(matrix) for matrix in weights[1:])
         self._weights = weights
         self._input_TH = normed_TH
@@ -119,5 +119,5 @@ class _Gradients:
         torch.mm(up_gradient_TC.t(), self._input_TH, out=up_gradient_IH[columns])
         # The first part finds nothing to add to.
         is_first = columns.start == 0
-        self.normed_TH.addmm_(gate_gradient_TC, self._weights.gate_IH[columns], beta=0 if is_first else 1)
-        self.normed_TH.addmm_(up_gradient_TC, self._weights.up_IH[columns])
+        self.of_normed_TH.addmm_(gate_gradient_TC, self._weights.gate_IH[columns], beta=0 if is_first else 1)
+        self.of_normed_TH.addmm_(up_gradient_TC, self._weights.up_IH[columns])

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from dflash.derivatives import first_order
 
 
 def select_rows(matrix_TH: Tensor, rows_R: Tensor) -> Tensor:
@@ -25,7 +26,7 @@ class _Selected(torch.autograd.Function):
         return matrix_TH[rows_R]
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, gradient_RH: Tensor) -> tuple[Tensor, None]:
         (rows_R,) = ctx.saved_tensors
         gradient_TH = gradient_RH.new_zeros(ctx.rows, gradient_RH.shape[1])

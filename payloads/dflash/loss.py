@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from dflash import loss_rows, pointwise
+from dflash.derivatives import first_order
 from dflash.transfer import to_device
 
 
@@ -81,7 +81,7 @@ class _ScoredRows(torch.autograd.Function):
         return losses_R, predicted_R, taught_R
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
         (gradients_RH,) = ctx.saved_tensors
         scaled_RH = pointwise.scale_rows.when(ctx.is_compiled)(gradients_RH, incoming[0])
@@ -114,6 +114,7 @@ def _plan_chunks(
     )
     on_device, index_on_device_R = to_device(tokens, device), to_device(index_R, device)
     ends = counts.cumsum(0)
+    chunk_rows = min(chunk_rows, rows)
     chunks, first_row, first_token = [], 0, 0
     while first_row < rows:
         # As many tokens as fit, and at least one.

@@ -66,7 +66,9 @@ def _launch(kernel: Any, logits: Tensor, *arguments: Any, **constants: Any) -> N
     assert logits.is_contiguous()
     rows, columns = logits.shape
     if rows:
-        with _first_calls.guard(kernel.__name__, logits, *arguments, *constants.values()):
+        # Triton launches on the current card, whatever card the tensors are on.
+        kind = (kernel.__name__, logits, *arguments, *constants.values())
+        with torch.cuda.device_of(logits), _first_calls.guard(*kind):
             kernel[(rows,)](logits, *arguments, VOCABULARY=columns, X=COLUMNS, num_warps=WARPS, **constants)
 
 

@@ -1,4 +1,4 @@
-"""The drafter's pointwise parts and their gradients, each one pass over its tensors when compiled.
+"""The drafter's pointwise parts and their gradients, one or two kernels each when compiled.
 
 All arithmetic is float32 (float64 for float64); a result is rounded once, to its input's type. No two
 arguments may share memory: the compiler cannot mend that once lengths vary.

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from dflash import pointwise
 from dflash.attention.interface import KeyLayout
+from dflash.derivatives import first_order
 from dflash.rope import RopeTable
 
 
@@ -88,7 +88,7 @@ class _Projection(torch.autograd.Function):
         return queries_QAD, keys_KGD, _heads(values_KY, weights), slots_TH.view_as(slots_TH)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         queries_QAD, keys_KGD, values_KGD, residual_TH = gradients
         slots_TH, context_SH, *tensors, raw_queries_QX, raw_keys_KY = ctx.saved_tensors

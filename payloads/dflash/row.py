@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
+from torch.nn import functional
 
 from dflash.checks import check_shape
 from dflash.packing import Packing, pack
@@ -45,9 +46,16 @@ def read_row(
     positions = packing.positions_S[None] if position_ids is None else position_ids
     check_shape("position_ids", positions, (1, row_length))
     return Row(
-        features_SF=all_hidden_states[0],
+        features_SF=_without_padding(all_hidden_states[0], sum(packing.lengths)),
         tokens_S=input_ids[0].to(device),
-        positions_S=positions[0].to(device),
+        positions_S=positions[0].to(device).long(),
         loss_mask_S=loss_mask[0].cpu() != 0,
         packing=packing,
     )
+
+
+def _without_padding(features_SF: Tensor, tokens: int) -> Tensor:
+    """Return the features with zeros in the padding, where a target may have left NaN."""
+    if tokens == len(features_SF):
+        return features_SF
+    return functional.pad(features_SF[:tokens], (0, 0, 0, len(features_SF) - tokens))

@@ -1,4 +1,6 @@
-"""The one visibility rule that every attention backend applies, as two intervals of keys for each slot.
+"""The visibility rule, as two intervals of keys for each slot; every attention backend applies it.
+
+`dflash.attention.block_mask_kernels` says it once more, for a GPU; a test compares the two.
 
 A slot of a block sees
 - the context: tokens of the anchor's document before the anchor; in a sliding layer of window W only those at
@@ -33,6 +35,11 @@ class Visibility:
     window: int | None
     device: torch.device
 
+    @property
+    def reach(self) -> int | None:
+        """The window, no longer than what there is to see, so that it fits into 32 bits."""
+        return None if self.window is None else min(self.window, self.context_length + self.blocks.block_size)
+
     @functools.cached_property
     def bounds_XT(self) -> Tensor:
         """The keys each slot sees: context tokens [from, until), slots [from, until); int32, on the host."""
@@ -42,10 +49,10 @@ class Visibility:
         first_N1 = torch.arange(self.blocks.count, device=HOST, dtype=torch.int32)[:, None] * len(slots_B)
         bounds_XNB = torch.empty(4, self.blocks.count, len(slots_B), device=HOST, dtype=torch.int32)
         bounds_XNB[1], bounds_XNB[2] = anchors_N1, first_N1
-        if self.window is None:
+        if self.reach is None:
             bounds_XNB[0], bounds_XNB[3] = starts_N1, first_N1 + len(slots_B)
         else:
-            bounds_XNB[0] = torch.maximum(starts_N1, anchors_N1 + (slots_B - (self.window - 1)))
+            bounds_XNB[0] = torch.maximum(starts_N1, anchors_N1 + (slots_B - (self.reach - 1)))
             bounds_XNB[3] = first_N1 + (slots_B + 1)
         return bounds_XNB.flatten(1)
 
@@ -53,8 +60,8 @@ class Visibility:
         """Return the smallest slice of the context that holds every token a slot of these blocks sees."""
         anchors_n = self.blocks.anchors_N[blocks]
         first_n = self.blocks.document_starts_N[blocks]
-        if self.window is not None:
-            first_n = torch.maximum(first_n, anchors_n - (self.window - 1))
+        if self.reach is not None:
+            first_n = torch.maximum(first_n, anchors_n - (self.reach - 1))
         return slice(int(first_n.min()), int(anchors_n.max()))
 
     def mask_LK(self, blocks: slice, context: slice) -> Tensor:

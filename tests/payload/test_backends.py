@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from dflash import layers
-from dflash.attention import Attend, prepare_attention
+from dflash.attention import Attend, prepare_attention, sdpa
 from dflash.execution import Execution
 from dflash.visibility import Visibility
 from torch import Tensor
@@ -94,6 +94,70 @@ def test_bfloat16_backends_are_as_close_to_float64_as_bfloat16_is(attention: str
         expected = weights[name].grad
         assert expected is not None
         assert relative_error(gradient, expected) < 6e-2, name
+
+
+def test_math_backend_is_the_math_path_whatever_else_could_run() -> None:
+    case = ROWS["one document"]
+    with Names() as names:
+        attended(case, torch.float32, None, "sdpa_math")
+    assert not {name for name in names.seen if name.startswith("_scaled_dot_product_f")}
+    with Names() as names:
+        attended(case, torch.float32, None, "sdpa_chunked")
+    assert "_scaled_dot_product_flash_attention_for_cpu" in names.seen
+
+
+class Names(TorchDispatchMode):
+    """Notes which operators run."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.add(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def test_context_gradients_of_many_chunks_are_summed_before_they_are_rounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sdpa, "CHUNK_SLOTS", 1)
+    case = Case(lengths=(300,), padding=0, anchors=tuple(range(40, 295)), head_dim=8)
+    chunked, eager = (context_gradient(case, attention) for attention in ("sdpa_chunked", "eager"))
+    # One rounding of bfloat16 is 0.2 %; hundreds of rounded sums would be several percent off.
+    assert relative_error(chunked, eager) < 4e-3
+
+
+def context_gradient(case: Case, attention: str) -> Tensor:
+    """Return the gradient of the context's values, of which every chunk has a part, from bfloat16."""
+    attend = prepared(case, None, attention)
+    generator = torch.Generator().manual_seed(3)
+    rows = (attend.layout.query_rows, attend.layout.key_rows)
+    heads = (case.num_attention_heads, case.num_key_value_heads)
+    queries, keys, values = (
+        torch.randn(rows[part], heads[part], case.head_dim, generator=generator).bfloat16()
+        for part in (0, 1, 1)
+    )
+    values.requires_grad_()
+    torch.autograd.backward(attend(queries, keys, values).float().sum())
+    assert values.grad is not None
+    return values.grad[: case.row_length]
+
+
+def test_chunk_reads_no_more_of_the_context_than_its_blocks_see() -> None:
+    case = Case(lengths=(100, 200), padding=0, sliding_window=30, anchors=tuple(range(120, 290, 8)))
+    for window in (case.sliding_window, None):
+        seen = Visibility(
+            blocks=blocks_of(case),
+            context_length=case.row_length,
+            window=window,
+            device=torch.device("cpu"),
+        )
+        for first in range(0, seen.blocks.count, 4):
+            blocks = slice(first, min(first + 4, seen.blocks.count))
+            bounds = seen.context_bounds(blocks)
+            reached = seen.mask_LK(blocks, slice(0, case.row_length))[:, : case.row_length].any(0).nonzero()
+            assert (bounds.start, bounds.stop) == (int(reached.min()), int(reached.max()) + 1)
 
 
 @pytest.mark.filterwarnings("ignore:attention. flex attention runs uncompiled")
@@ -185,6 +249,21 @@ def saved_bytes(case: Case) -> int:
     weights = {parameter.untyped_storage().data_ptr() for parameter in bench.drafter.parameters()}
     assert loss.requires_grad
     return sum(size for pointer, size in saved.items() if pointer not in weights)
+
+
+def test_layer_keeps_what_its_policy_says_and_no_more() -> None:
+    # What a third layer adds is what one layer keeps; numbers of eight bytes.
+    case = Case(lengths=(60,), anchors=tuple(range(50)), attention="sdpa_chunked")
+    slots = 50 * case.block_size
+    states, gate_and_up = 2 * slots * case.hidden_size, 2 * slots * case.intermediate_size
+    kept = {policy: added(replace(case, recompute=policy)) for policy in POLICIES}
+    assert kept["layer"] == states
+    assert kept["none"] - kept["mlp"] == gate_and_up
+
+
+def added(case: Case) -> int:
+    two, three = (saved_bytes(replace(case, layer_types=(FULL,) * layers)) for layers in (2, 3))
+    return (three - two) // 8
 
 
 class Products(TorchDispatchMode):

@@ -1,11 +1,14 @@
 """The block mask in closed form: the tiles and the rule that flex attention gets are the visibility's own."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from dflash import drafter
 from dflash.attention.block_masks import build_block_masks, plain_tables
+from dflash.attention.flex import FlexAttention
 from dflash.attention.interface import TILE_ROWS, KeyLayout, dense_layout, padded_layout
 from dflash.blocks import Blocks
 from dflash.visibility import Visibility
@@ -13,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.payload.cases import Case, blocks_of
+from tests.payload.cases import Case, blocks_of, build, relative_error
 from tests.payload.test_backends import ROWS
 
 CPU = torch.device("cpu")
@@ -147,3 +150,36 @@ def test_kernels_make_the_same_tables(case: Case, is_padded: bool) -> None:
     for part, expected in zip(found, plain, strict=True):
         assert part.dtype == torch.int32
         assert torch.equal(part, expected)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.filterwarnings("ignore:attention. flex attention runs uncompiled")
+@pytest.mark.parametrize("case", ROWS.values(), ids=ROWS.keys())
+def test_layout_and_tables_of_a_card_give_the_same_loss(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    # All that a card's default path does but compile: whole tiles, the kernels' tables, zeros in the padding.
+    def prepare(_execution: object, visibilities: Mapping[str, Visibility]) -> dict[str, FlexAttention]:
+        some = next(iter(visibilities.values()))
+        rows = (some.context_length, some.blocks.count * some.blocks.block_size)
+        layout = padded_layout(*rows, tile_rows=TILE_ROWS)
+        masks = build_block_masks(list(visibilities.values()), layout, is_compiled=True)
+        return {
+            kind: Checked(layout, mask, {}, is_compiled=False)
+            for kind, mask in zip(visibilities, masks, strict=True)
+        }
+
+    with torch.no_grad():
+        expected = build(replace(case, attention="eager")).run()[0]
+        monkeypatch.setattr(drafter, "prepare_attention", prepare)
+        found = build(replace(case, attention="flex")).run()[0]
+    assert relative_error(found, expected) < 1e-12
+
+
+class Checked(FlexAttention):
+    """Flex attention that looks at what it is given."""
+
+    def __call__(self, queries_QAD: Tensor, keys_KGD: Tensor, values_KGD: Tensor) -> Tensor:
+        assert not queries_QAD[self.layout.slot_rows :].any()
+        for rows in self.layout.padding:
+            assert not keys_KGD[rows].any()
+            assert not values_KGD[rows].any()
+        return super().__call__(queries_QAD, keys_KGD, values_KGD)

@@ -2,7 +2,7 @@
 
 A backend is prepared once per forward and kind of layer, and then called by every layer of that kind; all
 decisions that need the host are taken while preparing. All backends give the same result, forward and
-backward. Which of them can run here is `dflash.execution`'s business.
+backward (on the CPU flex has no backward). Which of them can run here is `dflash.execution`'s business.
 
 - `flex`: compiled block-sparse attention; the default on a GPU.
 - `sdpa_chunked`: fused attention over chunks of neighbouring blocks; for every card, without compilation.

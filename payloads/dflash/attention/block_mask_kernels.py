@@ -31,7 +31,7 @@ def tables(visibilities: Sequence[Visibility], layout: KeyLayout) -> tuple[Tenso
     some, masks = visibilities[0], len(visibilities)
     blocks, device = some.blocks, some.device
     query_tiles, key_tiles = (-(-rows // TILE_ROWS) for rows in (layout.query_rows, layout.key_rows))
-    windows = torch.tensor([part.window or EVERYTHING for part in visibilities], device=HOST)
+    windows = torch.tensor([part.reach or EVERYTHING for part in visibilities], device=HOST)
     given = torch.cat([blocks.anchors_N, blocks.document_starts_N, windows]).int()
     anchors_N, starts_N, windows_M = to_device(given, device).split([blocks.count, blocks.count, masks])
 
@@ -43,7 +43,9 @@ def tables(visibilities: Sequence[Visibility], layout: KeyLayout) -> tuple[Tenso
     by_query = [room(2, masks, query_tiles), room(2, masks, query_tiles, key_tiles)]
     by_key = [room(2, masks, key_tiles), room(2, masks, key_tiles, query_tiles)]
     steps = triton.next_power_of_2(triton.cdiv(key_tiles, KEY_TILES))
-    with _first_calls.guard(device, steps, triton.next_power_of_2(query_tiles)):
+    # Triton launches on the current card, whatever card the tensors are on.
+    columns = triton.next_power_of_2(query_tiles)
+    with torch.cuda.device_of(bounds_MXQ), _first_calls.guard(device, steps, columns):
         _take_query_tile[(masks, query_tiles)](
             anchors_N,
             starts_N,
@@ -61,9 +63,7 @@ def tables(visibilities: Sequence[Visibility], layout: KeyLayout) -> tuple[Tenso
             TILES=KEY_TILES,
             STEPS=steps,
         )
-        _take_key_tile[(masks, key_tiles)](
-            states_MIJ, *by_key, masks, query_tiles, key_tiles, TILES=triton.next_power_of_2(query_tiles)
-        )
+        _take_key_tile[(masks, key_tiles)](states_MIJ, *by_key, masks, query_tiles, key_tiles, TILES=columns)
     return bounds_MXQ, [*by_query, *by_key]
 
 

@@ -10,6 +10,8 @@ chunk, K keys of a chunk, A query heads, G key-value heads, R = A/G query heads 
 """
 
 import contextlib
+import threading
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -83,7 +85,7 @@ class MathAttention:
 
     def __call__(self, queries_QAD: Tensor, keys_KGD: Tensor, values_KGD: Tensor) -> Tensor:
         """Return `[T, A·D]`."""
-        with sdpa_kernel(SDPBackend.MATH):
+        with _only(SDPBackend.MATH):
             return torch.cat(
                 [self._attend(blocks, queries_QAD, keys_KGD, values_KGD) for blocks in self._ranges]
             )
@@ -135,10 +137,20 @@ def _attend_chunk(queries_LAD: Tensor, keys_KGD: Tensor, values_KGD: Tensor, mas
     return mixed_GRLD.permute(2, 0, 1, 3).reshape(length, heads * head_dim)
 
 
+@contextlib.contextmanager
+def _only(kernel: SDPBackend) -> Iterator[None]:
+    """Allow one kernel alone. The choice is the whole process's, so threads take turns with it."""
+    with _choosing, sdpa_kernel(kernel):
+        yield
+
+
 def _fused_kernel(queries: Tensor) -> contextlib.AbstractContextManager[None]:
     # Alone, so that a card where it cannot run says so instead of falling to the math path; and not cuDNN,
     # which builds a plan for every new number of keys. It knows no float64, and the CPU has its own fused
     # kernel.
     if not queries.is_cuda or queries.dtype == torch.float64:
         return contextlib.nullcontext()
-    return sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION)
+    return _only(SDPBackend.EFFICIENT_ATTENTION)
+
+
+_choosing = threading.Lock()

@@ -61,6 +61,8 @@ def _read_file(path: Path) -> dict[str, object]:
         values = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    except RecursionError:
+        raise ValueError(f"{path}: is nested too deep") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     if not isinstance(values, dict):
@@ -84,6 +86,8 @@ def _json_or_text(text: str) -> object:
         return json.loads(text)
     except ValueError:
         return text
+    except RecursionError:
+        raise ValueError("--set holds a value that is nested too deep") from None
 
 
 def _without_duplicates(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:

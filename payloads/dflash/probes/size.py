@@ -12,6 +12,7 @@ from dflash.checks import (
     check_objective,
     check_window,
     checked_at_least,
+    checked_between,
     checked_layer_ids,
     checked_mask_token,
 )
@@ -57,8 +58,8 @@ class DrafterSize:
     def __post_init__(self) -> None:
         check_device(self.device, self.memory_limit_gib)
         require_choice("dtype", self.dtype, DTYPES)
-        checked_at_least("seed", self.seed, 0)
-        checked_at_least("position_base", self.position_base, 0)
+        checked_between("seed", self.seed, 0, 2**63 - 1)
+        checked_between("position_base", self.position_base, 0, 2**31 - 1)
         checked_at_least("seq_len", self.seq_len, 2)
         checked_at_least("block_size", self.block_size, 2)
         checked_layer_ids(self.target_layer_ids, self.num_target_layers)

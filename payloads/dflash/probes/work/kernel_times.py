@@ -15,8 +15,8 @@ from dflash.probes.work.machine import Machine
 
 # The first pattern that is found decides.
 KINDS = {
-    "loss": r"score_rows|summarize_teacher|_ScoredRows|logsumexp|argmax|softmax",
-    "attention": r"flex|attention|fmha|flash|scaled_dot",
+    "loss": r"score_rows|summarize_teacher|_ScoredRows|logsumexp|argmax",
+    "attention": r"flex|attention|fmha|flash|scaled_dot|softmax|take_query_tile|take_key_tile",
     "matrix products": r"gemm|gemv|nvjet|cutlass|xmma|cublas|splitk|::(add)?(b)?mm\b|::mm|matmul",
     "pointwise": r"triton_|elementwise|vectorized|reduce|::(mul|add|sub|sum|mean|pow|rsqrt|silu|exp)",
 }

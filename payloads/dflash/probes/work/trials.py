@@ -15,6 +15,8 @@ from dflash.probes.work.machine import GIB, Machine
 
 T = TypeVar("T")
 
+MISTAKES = (AssertionError, AttributeError, LookupError, NameError, TypeError)  # of who wrote the case
+
 _BYTES = {"": 1, "bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _ASKED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|[KMGT]iB)", re.IGNORECASE)
 _NO_MEMORY = re.compile(r"out of memory|not enough memory|can't allocate memory|ALLOC_FAILED", re.IGNORECASE)
@@ -48,6 +50,8 @@ def try_case(machine: Machine, case: Callable[[], T]) -> T | Failure:
 def _outcome(case: Callable[[], T]) -> T | Failure:
     try:
         return case()
+    except MISTAKES:
+        raise
     except Exception as error:  # noqa: BLE001  compilers raise what they like
         failure = explain(error)
         if not failure.is_out_of_memory:

@@ -1,6 +1,6 @@
 """The drafter that a probe runs, its random rows, its steps, and their times.
 
-Knows the drafter's public interface only. A step is forward and backward, or a forward alone.
+A step is forward and backward, or a forward alone.
 """
 
 import json
