@@ -45,8 +45,8 @@ INITIAL_STD = 0.02
 class DFlashDrafter(nn.Module):
     """A block-diffusion drafter with the target's embedding and head, both frozen.
 
-    The layers' products and norms are steps of their own (`dflash.projections`, `dflash.feed_forward`) that read
-    the modules' weights: forward hooks and replaced modules inside a layer do nothing, parametrizations do.
+    A layer's products and norms are steps of their own (`dflash.projections`, `dflash.feed_forward`) that
+    read its modules' weights: hooks and replaced modules inside it do nothing there, parametrizations do.
 
     Matrices start normal with a deviation of 0.02, norms at one. Embedding and head start random as well:
     `use_target_weights` or a state dict brings the real ones.
