@@ -67,7 +67,9 @@ def _launch(kernel: Any, logits: Tensor, *arguments: Any, **constants: Any) -> N
     rows, columns = logits.shape
     if rows:
         # Triton launches on the current card, whatever card the tensors are on.
-        kind = (kernel.__name__, logits, *arguments, *constants.values())
+        # A kernel is made for types and constants; how many rows there are is none of them.
+        types = (part.dtype for part in arguments if isinstance(part, Tensor))
+        kind = (kernel.__name__, logits.device, columns, *types, *constants.values())
         with torch.cuda.device_of(logits), _first_calls.guard(*kind):
             kernel[(rows,)](logits, *arguments, VOCABULARY=columns, X=COLUMNS, num_warps=WARPS, **constants)
 
