@@ -9,6 +9,8 @@
     │   └── PayloadRefused            a payload folder that cannot be bundled as it is
     ├── HostError                  3  a host, by its inventory name
     │   ├── Unreachable               no connection, or it broke: worth another try
+    │   ├── ContainerStopped       6  the node has the container, and it does not run
+    │   ├── ContainerUnknown       2  the node has no container of that id: the inventory is wrong
     │   ├── HostKeyUnknown            never seen before
     │   ├── HostKeyChanged            not the key that was pinned
     │   ├── AuthenticationFailed      the host refused every credential
@@ -29,6 +31,8 @@ from typing import ClassVar
 __all__ = [
     "AuthenticationFailed",
     "ConfigError",
+    "ContainerStopped",
+    "ContainerUnknown",
     "HostError",
     "HostKeyChanged",
     "HostKeyUnknown",
@@ -87,6 +91,18 @@ class HostError(OrchError):
 
 class Unreachable(HostError):
     """No connection, or one that broke; the run over there is not affected by it."""
+
+
+class ContainerStopped(HostError):
+    """The node answered; the container does not run, and neither does anything in it."""
+
+    exit_code: ClassVar[int] = 6
+
+
+class ContainerUnknown(HostError):
+    """The node answered, and it has no container of the id that the inventory gives."""
+
+    exit_code: ClassVar[int] = 2
 
 
 class HostKeyUnknown(HostError):

@@ -11,15 +11,15 @@ import binascii
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from orchestrator import yaml_source
 from orchestrator.errors import UnknownName, UsageError
 from orchestrator.fields import Secret, parse_variable
-from orchestrator.strict_model import Range
-from orchestrator.text import check_name, check_text, did_you_mean, printable
+from orchestrator.strict_model import Range, kind_of
+from orchestrator.text import check_name, check_text, did_you_mean, printable, quoted
 from orchestrator.yaml_source import Field, Source, StrictModel
 
 __all__ = ["INVENTORY_NAME", "Host", "Inventory", "find_inventory", "load_inventory"]
@@ -28,6 +28,7 @@ INVENTORY_NAME = "inventory.yaml"
 
 _DEFAULT_ROOT = "~/.orch"
 _SSH_ONLY = ("address", "port", "user", "identity", "host_key")
+_PROXMOX_ONLY = ("node", "vmid")
 _KEY_TYPES = (
     "ssh-ed25519",
     "ssh-rsa",
@@ -49,10 +50,13 @@ class Host:
     a virtual environment, which comes first on the payload's PATH as well. ``workdir`` is the payload's
     working folder, None for the run's own. A log-in over ssh knows nothing of the variables that a
     container's image sets: ``import_container_env`` takes them from PID 1.
+
+    A container of a Proxmox VE node has the id ``vmid`` there and is reached by way of ``node``, a local or
+    an ssh host; all else is about the container, and ``address`` is the node's.
     """
 
     name: str
-    transport: Literal["local", "ssh"]
+    transport: Literal["local", "ssh", "proxmox"]
     address: str
     port: int | None = None
     user: str | None = None
@@ -64,6 +68,8 @@ class Host:
     root: str = _DEFAULT_ROOT
     env: Mapping[str, str | Secret] = field(default_factory=dict, repr=False)
     import_container_env: bool = False
+    node: Host | None = None
+    vmid: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,16 +120,28 @@ def load_inventory(path: Path) -> Inventory:
     if not document.hosts:
         raise source.error("must name at least one host", "hosts")
     hosts = {name: _host(source, name, entry) for name, entry in document.hosts.items()}
+    for name, entry in document.hosts.items():
+        if entry.transport == "proxmox":
+            hosts[name] = _container(source, entry, hosts[name], hosts)
     return Inventory(path=path.absolute(), hosts=hosts)
 
 
-class _Entry(StrictModel):
-    transport: Literal["local", "ssh"]
+class _Way(StrictModel):
+    transport: Literal["local", "ssh", "proxmox"]
     address: str | None = None
     port: Annotated[int, Range(least=1, most=65535)] | None = None
     user: str | None = None
     identity: str | None = None
     host_key: str | None = None
+
+
+class _Node(_Way):
+    transport: Literal["local", "ssh"]
+
+
+class _Entry(_Way):
+    node: Any = None
+    vmid: Annotated[int, Range(least=100, most=999_999_999)] | None = None  # Proxmox VE gives no others
     python: str | None = None
     venv: str | None = None
     workdir: str | None = None
@@ -140,19 +158,8 @@ def _host(source: Source, name: str, entry: _Entry) -> Host:
     here = ("hosts", name)
     with source.at_key(*here):
         check_name("host", name)
-    if entry.transport == "local":
-        for key in _SSH_ONLY:
-            if key in entry.model_fields_set:
-                raise source.error("has no meaning for transport local", *here, key)
-    texts: dict[str, str] = {}
-    for key, check in _TEXT_CHECKS.items():
-        text = getattr(entry, key)
-        if text is not None:
-            with source.at(*here, key):
-                texts[key] = check(text)
-    identity = texts.get("identity")
-    with source.at(*here, "identity"):
-        identity_path = None if identity is None else _identity_path(identity, source.path.absolute().parent)
+    way = _way(source, here, entry)
+    texts = _texts(source, here, entry, ("python", "venv", "workdir", "root"))
     env: dict[str, str | Secret] = {}
     for variable, value in entry.env.items():
         with source.at(*here, "env", variable):
@@ -160,11 +167,7 @@ def _host(source: Source, name: str, entry: _Entry) -> Host:
     return Host(
         name=name,
         transport=entry.transport,
-        address=texts.get("address", name),
-        port=entry.port,
-        user=texts.get("user"),
-        identity=identity_path,
-        host_key=texts.get("host_key"),
+        **{"address": name, **way},
         python=_interpreter(source, here, entry.transport, texts),
         venv=texts.get("venv"),
         workdir=texts.get("workdir"),
@@ -180,6 +183,59 @@ def _interpreter(source: Source, here: tuple[str, ...], transport: str, texts: M
     if "python" in texts:
         raise source.error("has no meaning beside venv, whose interpreter it is", *here, "python")
     return f"{texts['venv']}/bin/python"
+
+
+def _way(source: Source, here: tuple[str, ...], entry: _Way) -> dict[str, Any]:
+    """Returns what is said of the way there, as fields of `Host`; what has no meaning for it is refused."""
+    transport, given = entry.transport, entry.model_fields_set
+    for key, owner in (*((key, "ssh") for key in _SSH_ONLY), *((key, "proxmox") for key in _PROXMOX_ONLY)):
+        if key in given and owner != transport:
+            hint = ": say it of its node" if transport == "proxmox" else ""
+            raise source.error(f"has no meaning for transport {transport}{hint}", *here, key)
+    way: dict[str, Any] = _texts(source, here, entry, ("address", "user", "identity", "host_key"))
+    if "identity" in way:
+        with source.at(*here, "identity"):
+            way["identity"] = _identity_path(way["identity"], source.path.absolute().parent)
+    return way if entry.port is None else {**way, "port": entry.port}
+
+
+def _texts(source: Source, here: tuple[str, ...], entry: _Way, keys: tuple[str, ...]) -> dict[str, str]:
+    texts: dict[str, str] = {}
+    for key in keys:
+        text = getattr(entry, key)
+        if text is not None:
+            with source.at(*here, key):
+                texts[key] = _TEXT_CHECKS[key](text)
+    return texts
+
+
+def _container(source: Source, entry: _Entry, host: Host, hosts: Mapping[str, Host]) -> Host:
+    here = ("hosts", host.name)
+    for key in _PROXMOX_ONLY:
+        if getattr(entry, key) is None:
+            raise source.error("is missing: transport proxmox needs it", *here, key)
+    node = _node(source, (*here, "node"), entry.node, hosts)
+    return replace(host, node=node, vmid=entry.vmid, address=node.address)
+
+
+def _node(source: Source, here: tuple[str, ...], named: Any, hosts: Mapping[str, Host]) -> Host:
+    """Returns the node: another host by its name, or one that is described in its place."""
+    if isinstance(named, dict):
+        way = source.validate(_Node, *here)
+        name = ".".join(here[1:])
+        if way.transport == "ssh" and way.address is None:
+            raise source.error("is missing: where is the node?", *here, "address")
+        return Host(name=name, transport=way.transport, **{"address": name, **_way(source, here, way)})
+    if not isinstance(named, str):
+        message = f"must be a host's name, or a mapping with transport and address, not {kind_of(named)}"
+        raise source.error(message, *here)
+    node = hosts.get(named)
+    if node is None:
+        hint = did_you_mean(named, hosts) or f"; known are {', '.join(hosts)}"
+        raise source.error(f"no host {quoted(named)} in this file{hint}", *here)
+    if node.transport == "proxmox":
+        raise source.error(f"{named} is a container itself: a node is a local or an ssh host", *here)
+    return node
 
 
 def _address(text: str) -> str:

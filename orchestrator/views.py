@@ -70,7 +70,8 @@ def hosts_table(hosts: Iterable[Host]) -> Table:
     for title in ("HOST", "TRANSPORT", "ADDRESS", "HOST KEY", "PYTHON", "ROOT"):
         table.add_column(title)
     for host in hosts:
-        key = "-" if host.transport == "local" else "pinned" if host.host_key else "by known_hosts"
+        way = host.node or host
+        key = "-" if way.transport == "local" else "pinned" if way.host_key else "by known_hosts"
         table.add_row(*map(plain, (host.name, host.transport, _address(host), key, host.python, host.root)))
     return table
 
@@ -135,7 +136,8 @@ def host_json(host: Host) -> dict[str, Any]:
     """Returns a host as the inventory describes it, of its variables the names only."""
     form = {name: value for name, value in asdict(host).items() if name != "env"}
     identity = None if host.identity is None else str(host.identity)
-    return {**form, "identity": identity, "env_names": sorted(host.env)}
+    node = None if host.node is None else host_json(host.node)
+    return {**form, "identity": identity, "node": node, "env_names": sorted(host.env)}
 
 
 _Lines = Iterable[tuple[str, tuple[str, ...]]]
@@ -232,6 +234,9 @@ def verdict_style(verdict: Verdict | None) -> str:
 
 
 def _address(host: Host) -> str:
+    if host.node is not None:
+        where = "this machine" if host.node.transport == "local" else _address(host.node)
+        return f"container {host.vmid} at {where}"
     user = f"{host.user}@" if host.user else ""
     port = f":{host.port}" if host.port else ""
     return "-" if host.transport == "local" else f"{user}{host.address}{port}"

@@ -43,20 +43,23 @@ class Source:
     data: dict[str, Any] = field(repr=False)
     _lines: Mapping[Keys, _Lines] = field(repr=False)
 
-    def validate(self, model: type[_Model]) -> _Model:
-        """Returns the file as ``model``.
+    def validate(self, model: type[_Model], *keys: Key) -> _Model:
+        """Returns the file, or its value at ``keys``, as ``model``.
 
         Raises:
             ConfigError: the first thing that does not fit, at its line.
         """
-        checked = model.check(self.data)
+        value: Any = self.data
+        for key in keys:
+            value = value[key]
+        checked = model.check(value)
         if not isinstance(checked, list):
             return checked
         # A misspelt key is also a missing one: the spelling is the better message.
         first = min(checked, key=lambda problem: not problem.is_key)
         if first.is_key:
-            raise self._key_error(first.message, first.keys)
-        raise self.error(first.message, *first.keys)
+            raise self._key_error(first.message, (*keys, *first.keys))
+        raise self.error(first.message, *keys, *first.keys)
 
     def error(self, message: str, *keys: Key) -> ConfigError:
         """Returns an error about the value at ``keys``, or about the nearest one around it that exists."""

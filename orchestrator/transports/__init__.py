@@ -23,11 +23,7 @@ def connect(host: Host, *, connect_timeout_s: float = CONNECT_TIMEOUT_S) -> Tran
 
     ``connect_timeout_s`` bounds the whole way there: every jump host, every retry, the log-in.
     """
-    if host.transport == "local":
-        from orchestrator.transports.local import LocalTransport  # noqa: PLC0415
-
-        return LocalTransport(host)
-    return early.taken(host) or _connect_ssh(host, connect_timeout_s)
+    return early.taken(host) or _connect(host, connect_timeout_s)
 
 
 def connect_early(host: Host) -> None:
@@ -36,9 +32,9 @@ def connect_early(host: Host) -> None:
     What connecting needs is imported before: two threads that import take twice as long, and only waiting
     for the host can be done beside something else.
     """
-    if host.transport == "ssh":
+    if "ssh" in (host.transport, host.node and host.node.transport):
         _import_ssh()
-        early.begin(host, lambda: _connect_ssh(host, CONNECT_TIMEOUT_S))
+        early.begin(host, lambda: _connect(host, CONNECT_TIMEOUT_S))
 
 
 def drop_early() -> None:
@@ -46,7 +42,15 @@ def drop_early() -> None:
     early.drop()
 
 
-def _connect_ssh(host: Host, timeout_s: float) -> Transport:
+def _connect(host: Host, timeout_s: float) -> Transport:
+    if host.transport == "local":
+        from orchestrator.transports.local import LocalTransport  # noqa: PLC0415
+
+        return LocalTransport(host)
+    if host.transport == "proxmox":
+        from orchestrator.transports.proxmox import ProxmoxTransport  # noqa: PLC0415
+
+        return ProxmoxTransport(host, lambda node: _connect(node, timeout_s))
     transport: Transport = _import_ssh().SshTransport(host, connect_timeout_s=timeout_s)
     return transport
 

@@ -152,9 +152,12 @@ def test_a_field_that_cannot_be_meant_is_refused_at_its_line(tmp_path: Path, key
         ({"address": "root@host"}, "user:"),
         ({"address": "host:22"}, "port:"),
         ({"prot": 22}, "did you mean 'port'"),
-        ({"transport": "shh"}, "transport: must be 'local' or 'ssh', not 'shh'; did you mean 'ssh'"),
+        (
+            {"transport": "shh"},
+            "transport: must be 'local', 'ssh' or 'proxmox', not 'shh'; did you mean 'ssh'",
+        ),
         ({"port": 65536}, "hosts.h.port: must be less than or equal to 65535$"),
-        ({"transport": 5}, "transport: must be 'local' or 'ssh', not a number"),
+        ({"transport": 5}, "transport: must be 'local', 'ssh' or 'proxmox', not a number"),
         ({"python": "venv/bin/python"}, "python: 'venv/bin/python' must be a name on PATH, or begin with"),
         (
             {"env": {"PYTORCH_CUDA_ALLOC_CONF": "x"}},
@@ -247,3 +250,98 @@ def test_a_host_may_ask_for_a_secret(tmp_path: Path) -> None:
     host = _host(tmp_path, env={"HF_TOKEN": {"secret": True, "from_env": "MY_TOKEN"}})
     where = f"{tmp_path / 'inventory.yaml'}:1"
     assert host.env == {"HF_TOKEN": Secret(name="HF_TOKEN", from_env="MY_TOKEN", where=where)}
+
+
+def test_a_container_is_reached_by_way_of_the_node_that_stands_in_its_place(tmp_path: Path) -> None:
+    host = _host(
+        tmp_path,
+        transport="proxmox",
+        node={"transport": "ssh", "address": "pve.example", "user": "root", "port": 2222, "identity": "k"},
+        vmid=200,
+        python="~/venv/bin/python",
+        root="/data/orch",
+        env={"HF_HOME": "/models"},
+        import_container_env=True,
+    )
+    node = Host(
+        name="h.node", transport="ssh", address="pve.example", user="root", port=2222, identity=tmp_path / "k"
+    )
+    assert host == Host(
+        name="h",
+        transport="proxmox",
+        address="pve.example",
+        node=node,
+        vmid=200,
+        python="~/venv/bin/python",
+        root="/data/orch",
+        env={"HF_HOME": "/models"},
+        import_container_env=True,
+    )
+
+
+@pytest.mark.parametrize("order", [["pve", "pve-200", "here"], ["pve-200", "here", "pve"]])
+def test_a_node_may_be_another_host_by_its_name(tmp_path: Path, order: list[str]) -> None:
+    entries = {
+        "pve": {"transport": "ssh", "address": "192.0.2.5", "host_key": ED25519},
+        "pve-200": {"transport": "proxmox", "node": "pve", "vmid": 200},
+        "here": {"transport": "local"},
+    }
+    inventory = load_inventory(_write(tmp_path, {name: entries[name] for name in order}))
+    assert inventory.host("pve-200").node == inventory.host("pve")
+    assert inventory.host("pve-200").python == "python3"
+    assert list(inventory.hosts) == order
+
+
+def test_this_machine_may_be_the_node(tmp_path: Path) -> None:
+    host = _host(tmp_path, transport="proxmox", node={"transport": "local"}, vmid=100)
+    assert (host.node, host.vmid) == (Host(name="h.node", transport="local", address="h.node"), 100)
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("node: pvee", r"node: no host 'pvee' in this file; did you mean 'pve'\?"),
+        ("node: zz", r"node: no host 'zz' in this file; known are pve, h$"),
+        ("node: h", "node: h is a container itself: a node is a local or an ssh host"),
+        ("node: [pve]", "node: must be a host's name, or a mapping with transport and address, not a list"),
+        ("node: {transport: shh}", "node.transport: must be 'local' or 'ssh', not 'shh'; did you mean 'ssh'"),
+        ("node: {transport: proxmox}", "node.transport: must be 'local' or 'ssh', not 'proxmox'"),
+        ("node: {address: pve}", "node.transport: is missing"),
+        ("node: {transport: ssh}", "node.address: is missing"),
+        ("node: {transport: ssh, adress: pve}", "node: unknown key 'adress'; did you mean 'address'"),
+        (
+            "node: {transport: ssh, address: pve, python: x}",
+            "node: unknown key 'python'; known are transport,",
+        ),
+        ("node: {transport: ssh, address: root@pve}", "node.address: must be the host alone"),
+        ("node: {transport: ssh, address: -oProxyCommand=x}", "node.address: '-oProxyCommand=x' is no host"),
+        ("node: {transport: local, port: 22}", "node.port: has no meaning for transport local"),
+        ("address: pve", "h.address: has no meaning for transport proxmox: say it of its node"),
+        ("host_key: x", "h.host_key: has no meaning for transport proxmox: say it of its node"),
+        *(
+            (f"vmid: {vmid}", "h.vmid: must be ")
+            for vmid in ("0", "-200", "99", "1000000000", '"200"', "2.5")
+        ),
+        ('vmid: "200; id"', "h.vmid: must be an integer, not text"),
+        ("nod: pve", "hosts.h: unknown key 'nod'; did you mean 'node'"),
+    ],
+)
+def test_a_container_that_cannot_be_meant_is_refused_at_its_line(
+    tmp_path: Path, line: str, hint: str
+) -> None:
+    path = tmp_path / "inventory.yaml"
+    keys = ["transport: proxmox", *(key for key in ("node: pve", "vmid: 200") if key[:4] != line[:4]), line]
+    text = "hosts:\n  pve: {transport: ssh}\n  h:\n    " + "\n    ".join(keys) + "\n"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=hint) as caught:
+        load_inventory(path)
+    assert caught.value.line == len(text.splitlines())
+
+
+@pytest.mark.parametrize("key", ["node", "vmid"])
+def test_a_container_needs_node_and_id_and_nobody_else_has_them(tmp_path: Path, key: str) -> None:
+    whole = {"transport": "proxmox", "node": {"transport": "local"}, "vmid": 200}
+    with pytest.raises(ConfigError, match=f"hosts.h.{key}: is missing: transport proxmox needs it"):
+        _host(tmp_path, **{name: value for name, value in whole.items() if name != key})
+    with pytest.raises(ConfigError, match=f"hosts.h.{key}: has no meaning for transport ssh"):
+        _host(tmp_path, **{key: whole[key]})
