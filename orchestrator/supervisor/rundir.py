@@ -127,9 +127,14 @@ class RunDir:
 
     @property
     def was_rebooted(self) -> bool:
-        """The run's supervisor was started before this host last was."""
+        """The run's supervisor was started before this host last was; a container has its node's boot id."""
         identity = self._identity
-        return bool(identity) and identity.get("boot_id") != processes.boot_id()
+        if not identity:
+            return False
+        first = processes.look(1)
+        started, now = identity.get("init_started"), first.started if first else None
+        is_other_init = None not in (started, now) and started != now
+        return identity.get("boot_id") != processes.boot_id() or is_other_init
 
     @property
     def is_stopped(self) -> bool:

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import unittest
+from typing import Any, Dict
 
 from tests.supervisor.host import HostCase
 
@@ -59,13 +60,18 @@ class StandingTest(HostCase):
         self.wait_for("the supervisor's end", lambda: not self.standing(run_id)["alive"])
         self.assertFalse(self.standing(run_id)["rebooted"])
         self.assertEqual(len(self.standing(run_id)["orphans"]), 1)
-        boot_id = state["identity"]["boot_id"]
-        state["identity"]["boot_id"] = "0" * len(boot_id)
-        with open(self.path(run_id, "state.json"), "w", encoding="utf-8") as file:
-            json.dump(state, file)
-        standing = self.standing(run_id)
-        self.assertEqual((standing["alive"], standing["rebooted"], standing["orphans"]), (False, True, []))
-        state["identity"]["boot_id"] = boot_id
+        # A container that is started anew has its node's boot id and another process 1.
+        for name, other in (("boot_id", "0" * len(state["identity"]["boot_id"])), ("init_started", -1)):
+            self.write_state(run_id, dict(state, identity=dict(state["identity"], **{name: other})))
+            standing = self.standing(run_id)
+            self.assertEqual(
+                (standing["alive"], standing["rebooted"], standing["orphans"]), (False, True, [])
+            )
+        for unknown in (None, state["identity"]["init_started"]):
+            self.write_state(run_id, dict(state, identity=dict(state["identity"], init_started=unknown)))
+            self.assertFalse(self.standing(run_id)["rebooted"])
+
+    def write_state(self, run_id: str, state: Dict[str, Any]) -> None:
         with open(self.path(run_id, "state.json"), "w", encoding="utf-8") as file:
             json.dump(state, file)
 
