@@ -39,13 +39,17 @@ def require_sshd() -> None:
 
 
 class Sshd:
-    """One server; ``options`` are sshd_config lines that win over ours (``{"MaxStartups": "1:100:1"}``)."""
+    """One server; ``options`` are sshd_config lines that win over ours (``{"MaxStartups": "1:100:1"}``).
+
+    ``variables`` are those of its sessions besides ``HOME``.
+    """
 
     def __init__(
         self,
         folder: Path,
         *,
         options: Mapping[str, str] | None = None,
+        variables: Mapping[str, str] | None = None,
         key_types: Sequence[str] = ("ed25519",),
     ) -> None:
         self.folder = folder
@@ -57,6 +61,7 @@ class Sshd:
         self.log = folder / "sshd.log"
         self._key_types = tuple(key_types)
         self._options = dict(options or {})
+        self._variables = {"HOME": str(self.home), **(variables or {})}
         self._process: subprocess.Popen[bytes] | None = None
         self.home.mkdir(parents=True)
         generate_key(self.client_key)
@@ -178,7 +183,7 @@ class Sshd:
             "Port": str(self.port),
             "AuthorizedKeysFile": f'"{self.folder}/authorized_keys"',
             "PidFile": f'"{self.folder}/sshd.pid"',
-            "SetEnv": f'"HOME={self.home}"',
+            "SetEnv": " ".join(f'"{name}={value}"' for name, value in self._variables.items()),
             "UsePAM": "no",
             "StrictModes": "no",
             "PermitRootLogin": "yes",

@@ -1,5 +1,6 @@
-"""Real ssh servers for the tests in this folder; `tests.sshd` knows how to run one."""
+"""Real ssh servers and a container for the tests in this folder; `tests.sshd` and `tests.lxc` run them."""
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.lxc import Container, make_container
 from tests.sshd import Sshd, require_sshd
 
 
@@ -31,6 +33,29 @@ def start_sshd(tmp_path: Path) -> Iterator[Callable[..., Sshd]]:
 def sshd(start_sshd: Callable[..., Sshd]) -> Sshd:
     """One server with nothing special about it."""
     return start_sshd()
+
+
+@pytest.fixture(scope="session")
+def _container(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Container]:
+    container = make_container(tmp_path_factory.mktemp("container") / "made here")
+    yield container
+    container.destroy()
+
+
+@pytest.fixture
+def container(_container: Container, monkeypatch: pytest.MonkeyPatch) -> Container:
+    """Container 200, running; this machine is its node, and the node has a variable to hand on."""
+    _container.start()
+    monkeypatch.setenv("PATH", f"{_container.bin}:{os.environ['PATH']}")
+    monkeypatch.setenv("LEAK_OF_NODE", "leaked")
+    return _container
+
+
+@pytest.fixture
+def node_sshd(container: Container, start_sshd: Callable[..., Sshd]) -> Sshd:
+    """The container's node behind ssh."""
+    path = f"{container.bin}:/usr/sbin:/usr/bin:/sbin:/bin"
+    return start_sshd(variables={"PATH": path, "LEAK_OF_NODE": "leaked"})
 
 
 @pytest.fixture

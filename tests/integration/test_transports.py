@@ -1,5 +1,8 @@
-"""What every transport promises, shown on both: a child process here, and a program behind a real sshd."""
+"""What every transport promises, shown on each: a child process here, a program behind a real sshd, one in a
+real container, and one in a container whose node is behind a real sshd.
+"""
 
+import getpass
 import hashlib
 import logging
 import os
@@ -34,6 +37,7 @@ from orchestrator.transports.base import STDERR_TAIL_BYTES
 from orchestrator.transports.ssh import SshChannel, SshTransport
 from orchestrator.transports.ssh_errors import FOREIGN_ERRORS, translate
 from orchestrator.transports.ssh_hop import SILENCE_LIMIT_S
+from tests.lxc import VMID
 from tests.sshd import Sshd
 
 StartSshd = Callable[..., Sshd]
@@ -45,14 +49,23 @@ MIB = 1024 * 1024
 LOCAL = Host(name="here", transport="local", address="here", python=sys.executable)
 
 
-@pytest.fixture(params=["local", "ssh"])
+@pytest.fixture(params=["local", "ssh", "container", "container behind ssh"])
 def transport(request: pytest.FixtureRequest) -> Iterator[Transport]:
-    host = LOCAL if request.param == "local" else request.getfixturevalue("sshd").inventory_host()
-    with connect(host) as opened:
+    with connect(_host(request, request.param)) as opened:
         yield opened
 
 
-# Both transports
+def _host(request: pytest.FixtureRequest, kind: str) -> Host:
+    if kind == "local":
+        return LOCAL
+    if kind == "ssh":
+        return request.getfixturevalue("sshd").inventory_host()  # type: ignore[no-any-return]  # by its name
+    request.getfixturevalue("container")
+    node = LOCAL if kind == "container" else request.getfixturevalue("node_sshd").inventory_host()
+    return Host(name="inside", transport="proxmox", address="node", node=node, vmid=VMID)
+
+
+# Every transport
 
 
 def test_eight_mebibytes_come_back_unaltered(transport: Transport) -> None:
@@ -107,14 +120,18 @@ def test_a_program_ended_by_a_signal_says_which(transport: Transport, number: si
         "import os, resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0));"
         f"os.kill(os.getpid(), {int(number)})"
     )
-    assert run(transport, [sys.executable, "-I", "-c", program])[0] == -number
+    status = 128 + number if transport.host.transport == "proxmox" else -number  # as lxc-attach tells it
+    assert run(transport, [sys.executable, "-I", "-c", program])[0] == status
 
 
 def test_the_program_starts_in_the_users_home_without_a_terminal(transport: Transport) -> None:
     program = "import os; print(os.getcwd(), os.isatty(0), os.isatty(1), os.isatty(2))"
-    home = (
-        Path.home() if transport.host.transport == "local" else Path(f"~{transport.host.user}").expanduser()
-    )
+    homes = {
+        "local": Path.home(),
+        "ssh": Path(f"~{getpass.getuser()}").expanduser(),
+        "proxmox": Path("/root"),
+    }
+    home = homes[transport.host.transport]
     _, out, _ = run(transport, [sys.executable, "-I", "-c", program])
     assert out.decode() == f"{home} False False False\n"
 
