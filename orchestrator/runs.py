@@ -297,7 +297,7 @@ def _exact_reasons(run_id: str, verdict: Verdict, known: Standing) -> tuple[str,
         if not known.exists:
             why = "its folder is gone from the host"
         elif known.was_rebooted:
-            why = "its host was restarted while it ran: its boot or its process 1 is another one"
+            why = "its host rebooted while it ran: its boot, or its process 1, is another one"
         else:
             why = "its supervisor is gone and wrote no end: it was killed, or crashed"
         reasons = (why, *reasons)

@@ -2,9 +2,9 @@
 
 It knows how to make the container's files, start and stop it, and take all of that away. Programs and Python
 are this machine's, mounted read-only; the rest is the container's own: process ids, host name, root's home,
-cgroups, no network. Its process 1 reaps nothing, so ended daemons stay as zombies, and ends by itself after an
-hour, whatever became of the tests. `pct` answers in the words
-and with the exit codes of Proxmox VE; what it starts, `lxc-attach` starts.
+cgroups, no network. Its process 1 reaps nothing, so ended daemons stay as zombies; it ends by itself after an
+hour, whatever became of the tests. `pct` answers in the words and with the exit codes of Proxmox VE; what it
+starts, `lxc-attach` starts.
 """
 
 from __future__ import annotations

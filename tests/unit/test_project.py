@@ -151,7 +151,9 @@ def test_examples_in_the_inventory_are_valid_hosts(tmp_path: Path) -> None:
     everything = tmp_path / "inventory.yaml"
     everything.write_text(re.sub(r"(?m)^  # ( *[\w-]+:(?: \S+)?)$", r"  \1", text), encoding="utf-8")
     assert "local" in load_inventory(ROOT / "inventory.yaml").hosts
-    assert {"local", "rented", "pve-200", "lab-gpu"} <= load_inventory(everything).hosts.keys()
+    assert {"local", "rented", "pve-200", "gpu-container", "lab-gpu"} <= load_inventory(
+        everything
+    ).hosts.keys()
 
 
 @pytest.fixture(scope="module")
