@@ -81,9 +81,7 @@ def repin(inventory: Inventory, name: str, *, confirm: Confirm) -> bool | None:
         HostError: no key came from it, or a jump host's key is not known.
         UsageError: no such host, or one that has no key.
     """
-    host = inventory.host(name)
-    if host.transport != "ssh":
-        raise UsageError(f"{name}: transport {host.transport} has no host key")
+    host = _keyed(inventory, name)
     pin = _shown(host, confirm)
     if pin is None:
         return False
@@ -91,6 +89,17 @@ def repin(inventory: Inventory, name: str, *, confirm: Confirm) -> bool | None:
         return None
     inventory_edit.draft_host_key(inventory, name, pin["host_key"]).write()
     return True
+
+
+def _keyed(inventory: Inventory, name: str) -> Host:
+    """Returns the ssh host called ``name``, or the node of that name that is described under a container."""
+    nodes = {host.node.name: host.node for host in inventory.hosts.values() if host.node is not None}
+    host = nodes[name] if name in nodes else inventory.host(name)
+    if host.node is not None:
+        raise UsageError(f"{name}: the host key is its node's. Next: orch hosts repin {host.node.name}")
+    if host.transport != "ssh":
+        raise UsageError(f"{name}: transport {host.transport} has no host key")
+    return host
 
 
 def _shown(host: Host, confirm: Confirm) -> dict[str, str] | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +18,7 @@ import yaml
 from yaml.nodes import CollectionNode, MappingNode, Node
 
 from orchestrator.errors import ConfigError, StorageError, UsageError
-from orchestrator.inventory import Inventory, load_inventory
+from orchestrator.inventory import Host, Inventory, load_inventory
 from orchestrator.text import printable
 
 __all__ = ["Draft", "draft_host", "draft_host_key"]
@@ -56,10 +56,13 @@ def draft_host(inventory: Inventory, name: str, fields: Mapping[str, str | int])
 def draft_host_key(inventory: Inventory, name: str, host_key: str) -> Draft:
     """Returns the inventory with a host's ``host_key`` in the place of the one that it has, or added.
 
+    ``NAME.node`` is the node that is described under the container ``NAME``.
+
     Raises:
         UsageError: the host stands there in a form that cannot be added to.
     """
-    return _draft(inventory, name, lambda text: _with_host_key(text, name, host_key))
+    keys = [name] if name in inventory.hosts else name.rsplit(".", 1)
+    return _draft(inventory, keys[0], lambda text: _with_host_key(text, keys, host_key))
 
 
 def _draft(inventory: Inventory, name: str, change: Callable[[str], str]) -> Draft:
@@ -74,12 +77,18 @@ def _draft(inventory: Inventory, name: str, change: Callable[[str], str]) -> Dra
             found = load_inventory(temporary)
         except ConfigError as error:
             raise ConfigError(error.message, file=path, line=error.line) from error
-    others = [
-        {other: host for other, host in part.hosts.items() if other != name} for part in (inventory, found)
-    ]
-    if others[0] != others[1] or name not in found.hosts:
+    if _others(inventory, name) != _others(found, name) or name not in found.hosts:
         raise UsageError(f"{printable(str(path))}: its form leaves no place for {name!r}; write it by hand")
     return Draft(text=text, inventory=replace(found, path=path))
+
+
+def _others(inventory: Inventory, name: str) -> dict[str, Host]:
+    """Returns all other hosts; a container whose node is ``name`` holds that one's fields as well."""
+    return {
+        other: replace(host, node=None) if host.node is not None and host.node.name == name else host
+        for other, host in inventory.hosts.items()
+        if other != name
+    }
 
 
 @contextmanager
@@ -113,11 +122,13 @@ def _with_host(text: str, name: str, fields: Mapping[str, str | int]) -> str:
     return f"{head}{newline}{newline.join(lines)}{newline}{tail}"
 
 
-def _with_host_key(text: str, name: str, host_key: str) -> str:
-    entry = next(value for key, value in _hosts(text).value if key.value == name)
+def _with_host_key(text: str, keys: Sequence[str], host_key: str) -> str:
+    entry: Node = _hosts(text)
+    for name in keys:
+        entry = next(value for key, value in entry.value if key.value == name)
     if not isinstance(entry, MappingNode) or entry.flow_style or not entry.value:
         raise UsageError(
-            f"line {entry.start_mark.line + 1}: {name} is not written as one key a line; "
+            f"line {entry.start_mark.line + 1}: {'.'.join(keys)} is not written as one key a line; "
             f"put this there by hand: host_key: {host_key}"
         )
     for key, value in entry.value:

@@ -298,6 +298,31 @@ class TestErrors:
             connect(_host(gone))
 
 
+class TestTheNodesKey:
+    def test_that_of_a_node_described_in_its_place_is_pinned_there(
+        self, container: Container, node_sshd: Sshd, tmp_path: Path
+    ) -> None:
+        node = {key: value for key, value in node_sshd.inventory_entry().items() if key != "python"}
+        project = in_container(container, tmp_path / "my project", {"pve-200": entry(node)})
+        node_sshd.rotate_host_key()
+        refused = project.orch("exec", "pve-200", "--", "true")
+        assert (refused.code, "orch hosts repin pve-200.node does" in refused.err) == (3, True)
+        assert "orch hosts repin pve-200.node" in project.orch("hosts", "repin", "pve-200").err
+        key = node_sshd.fingerprint()
+        assert project.orch("hosts", "repin", "pve-200.node", "--fingerprint", key).code == 0
+        assert project.orch("exec", "pve-200", "--", "true").code == 0
+
+    def test_that_of_a_node_with_a_name_is_pinned_for_all_its_containers(
+        self, container: Container, node_sshd: Sshd, tmp_path: Path
+    ) -> None:
+        hosts = {"pve-200": entry("pve"), "pve": node_sshd.inventory_entry()}
+        project = in_container(container, tmp_path / "my project", hosts)
+        node_sshd.rotate_host_key()
+        key = node_sshd.fingerprint()
+        assert project.orch("hosts", "repin", "pve", "--fingerprint", key).code == 0
+        assert project.orch("exec", "pve-200", "--", "true").code == 0
+
+
 def test_hosts_shows_the_container_and_the_way_to_it(project: Project) -> None:
     shown = project.orch("hosts", env={"COLUMNS": "200"}).out
     (line,) = [line for line in shown.splitlines() if line.startswith("pve-200")]
