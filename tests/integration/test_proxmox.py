@@ -140,6 +140,16 @@ class TestAWholeRun:
             assert (env.get("IMAGE_HOME"), env.get("OWN")) == (image_home, own)
             assert "LEAK_OF_NODE" not in env
 
+    def test_venv_and_workdir_are_the_containers(self, container: Container, tmp_path: Path) -> None:
+        (container.home / "venv").symlink_to(sys.prefix)
+        (container.home / "work here").mkdir()
+        host = {key: value for key, value in entry({"transport": "local"}).items() if key != "python"}
+        host |= {"venv": "~/venv", "workdir": "~/work here"}
+        project = in_container(container, tmp_path / "my project", {"pve-200": host})
+        done = project.orch("exec", "pve-200", "--json", "--", "sh", "-c", "pwd; echo $VIRTUAL_ENV")
+        assert done.code == 0, done.err
+        assert project.output(done.json["run"]["run_id"]) == "/root/work here\n/root/venv\n"
+
     def test_the_out_of_memory_probe_runs_inside(self, local_project: Project) -> None:
         shutil.copytree(REPOSITORY / "payloads" / "dflash", local_project.folder / "payloads" / "dflash")
         experiment = REPOSITORY / "experiments" / "oom_probe.yaml"
