@@ -115,7 +115,7 @@ class ProxmoxChannel:
         self._channel.send(data)
 
     def recv(self, max_bytes: int, timeout_s: float) -> bytes:
-        """Returns the program's output: `pct` itself writes none."""
+        """Returns the program's output, and before it what the node's log-in shell may print."""
         data = self._channel.recv(max_bytes, timeout_s)
         self._has_output = self._has_output or bool(data)
         return data
@@ -133,15 +133,13 @@ class ProxmoxChannel:
         `Unreachable` when a program that had answered was killed, as all are in a container that stops.
         """
         status = self._channel.wait(timeout_s)
-        if self._has_output:
-            if status in _KILLED:
-                raise Unreachable(
-                    "what answered inside was killed, perhaps with its container", host=self._host_name
-                )
-        elif status != 0:
-            refusal = self._refusal(status, self.stderr().decode("utf-8", "replace"))
-            if refusal is not None:
-                raise refusal
+        if status in _KILLED and self._has_output:
+            raise Unreachable(
+                "what answered inside was killed, perhaps with its container", host=self._host_name
+            )
+        refusal = self._refusal(status, self.stderr().decode("utf-8", "replace")) if status else None
+        if refusal is not None:
+            raise refusal
         return status
 
     def close(self) -> None:

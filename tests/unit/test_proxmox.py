@@ -173,13 +173,17 @@ def test_each_refusal_of_pct_is_an_error_of_its_own(
         (3, "a payload's own words\n", b""),
         (255, "container '20' not running!\n", b""),
         (255, "Configuration file '/etc/app/200.yaml' does not exist\n", b""),
-        (255, "container '200' not running!\n", b"a program that was started\n"),
         (0, "container '200' not running!\n", b""),
         (127, "in-container: 1: exec: /opt/pct/bin/python: not found\n", b""),
     ],
 )
 def test_a_programs_own_end_is_no_refusal(status: int, err: str, out: bytes) -> None:
     assert ended(status, err, out) == status
+
+
+def test_a_log_in_shell_that_talks_hides_no_refusal() -> None:
+    with pytest.raises(ContainerStopped):
+        ended(255, "noise\ncontainer '200' not running!\n", b"noise of the node's .bashrc\n")
 
 
 @pytest.mark.parametrize("status", [137, 143])
