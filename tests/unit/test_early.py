@@ -5,7 +5,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 import pytest
 import yaml
@@ -93,6 +93,17 @@ def test_what_nobody_took_is_closed() -> None:
     was_made.wait()
     early.drop()
     assert way.is_closed
+
+
+@pytest.mark.parametrize(("node", "is_begun"), [("ssh", True), ("local", False)])
+def test_the_way_to_a_container_is_begun_where_its_node_is_behind_ssh(
+    monkeypatch: pytest.MonkeyPatch, node: Literal["ssh", "local"], is_begun: bool
+) -> None:
+    begun: list[str] = []
+    monkeypatch.setattr(early, "begin", lambda host, _: begun.append(host.name))
+    way = Host(name="pve", transport=node, address="pve")
+    transports.connect_early(Host(name="pve-200", transport="proxmox", address="pve", node=way, vmid=200))
+    assert begun == ["pve-200"] * is_begun
 
 
 @pytest.fixture
