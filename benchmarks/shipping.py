@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 
 from benchmarks.results import Figure, at_most
@@ -10,6 +11,7 @@ from benchmarks.rig import Rig
 
 FILES = 200
 FILE_BYTES = 4096
+REPETITIONS = 3
 
 
 def second_ship(rig: Rig) -> Iterator[Figure]:
@@ -25,12 +27,15 @@ def second_ship(rig: Rig) -> Iterator[Figure]:
         (folder / f"part{number:03}.txt").write_text(f"{number} " * (FILE_BYTES // 4))
     arguments = ("run", experiment, "--host", "counted", "--detach")
     rig.project.orch(*arguments)
-    rig.counted.trips()
-    rig.project.orch(*arguments)
-    unchanged = rig.counted.trips()
-    (folder / "part007.txt").write_text("changed " * (FILE_BYTES // 8))
-    told = rig.project.orch(*arguments).err
-    changed = rig.counted.trips()
+    # A busy machine splits what is sent together, which counts as another trip: the least is the protocol's.
+    unchanged = changed = sys.maxsize
+    for repetition in range(REPETITIONS):
+        rig.counted.trips()
+        rig.project.orch(*arguments)
+        unchanged = min(unchanged, rig.counted.trips())
+        (folder / "part007.txt").write_text(f"change {repetition}" * (FILE_BYTES // 8))
+        told = rig.project.orch(*arguments).err
+        changed = min(changed, rig.counted.trips())
     sent = re.search(r"sent (\d+) files?, (\d+) bytes", told)
     assert sent is not None, f"the changed file was not sent: {told}"
     files, size_bytes = int(sent[1]), int(sent[2])
