@@ -76,6 +76,16 @@ class Objects(Protocol):
         """Returns the object's bytes as an open binary file."""
 
 
+_IN_HOME = 'exec "$HOME/$0" "$@"'  # constant: what is below the home comes as words of its own
+
+
+def _interpreter(python: str) -> list[str]:
+    """Returns the words that start it: a log-in may begin in another folder than the home, so ~ is $HOME."""
+    if not python.startswith("~/"):
+        return [python]
+    return ["/bin/sh", "-c", _IN_HOME, python.removeprefix("~/")]
+
+
 class Conversation:
     """A channel on which one request has been sent; a context manager that closes it."""
 
@@ -98,10 +108,7 @@ class Conversation:
             Unreachable: the connection broke.
         """
         host = transport.host
-        python = host.python.removeprefix("~/") if host.python.startswith("~/") else host.python
-        if python != host.python:
-            python = f"./{python}"  # a program starts in its user's home, and no shell expands a ~ here
-        channel = transport.open([python, "-I", "-S", "-c", LOADER])
+        channel = transport.open([*_interpreter(host.python), "-I", "-S", "-c", LOADER])
         self = cls(channel, host)
         try:
             nonce = secrets.token_hex(16)
@@ -263,18 +270,19 @@ class Conversation:
         status = self._channel.wait(5.0)
         words = self._channel.stderr().decode("utf-8", "replace")
         name, python = self._host.name, printable(self._host.python)
+        key = "python:" if self._host.venv is None else "venv:"
         if TOO_OLD in words:
             found = printable(words.split(TOO_OLD, 1)[1].split("\n", 1)[0].strip())
             return HostUnfit(
-                f"{python} is Python {found}, need 3.8; set 'python:' in inventory.yaml", host=name
+                f"{python} is Python {found}, need 3.8; set '{key}' in inventory.yaml", host=name
             )
         if OLDER_THAN_3_4 in words:
             return HostUnfit(
-                f"{python} is older than Python 3.4, need 3.8; set 'python:' in inventory.yaml", host=name
+                f"{python} is older than Python 3.4, need 3.8; set '{key}' in inventory.yaml", host=name
             )
         if status == COMMAND_NOT_FOUND:
             said = printable(words.strip()[-200:])
-            return HostUnfit(f"there is no {python} ({said}); set 'python:' in inventory.yaml", host=name)
+            return HostUnfit(f"there is no {python} ({said}); set '{key}' in inventory.yaml", host=name)
         return ProtocolError(
             f"the supervisor ended with exit status {status}; {self._last_words()}", host=name
         )

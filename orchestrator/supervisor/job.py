@@ -173,7 +173,7 @@ class Job:
             return self._run.artifacts
         folder = os.path.expanduser(str(asked))
         if not os.path.isdir(folder):
-            raise Refused("the working folder %s is not there; see workdir: of this host" % folder)
+            raise Refused("%s is no folder; see workdir: of this host" % folder)
         return folder
 
     def _record_spawn(self, argv: List[str], cwd: str, chosen: List[gpus.Card], hidden: List[str]) -> None:

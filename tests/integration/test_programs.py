@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.project import Project
+from tests.sshd import Sshd
 
 ARGS = ["--lr", "a 'b' $(id)"]
 SCRIPT = """
@@ -105,3 +106,28 @@ def test_a_virtual_environment_that_is_not_there_is_named(project: Project) -> N
     done = project.orch("exec", "here", "--", "true")
     assert done.code == 3
     assert f"{missing}/bin/python" in done.err
+
+
+def test_a_home_relative_interpreter_is_below_home_wherever_a_log_in_begins(
+    project: Project, sshd: Sshd
+) -> None:
+    # This server's HOME is not the folder in which its shells start.
+    venv.create(sshd.home / "my venv", symlinks=True)
+    entry = sshd.inventory_entry()
+    del entry["python"]
+    for keys in ({"venv": "~/my venv"}, {"python": "~/my venv/bin/python"}):
+        project.write_inventory({"here": {**entry, **keys}})
+        (project.folder / "where.py").write_text("import sys; print(sys.prefix)\n")
+        done = project.orch("run", "where.py", "--host", "here", "--json")
+        assert done.code == 0, done.err
+        assert project.output(done.json["run"]["run_id"]) == f"{sshd.home / 'my venv'}\n"
+
+
+def test_a_missing_environment_is_named_by_its_own_key(project: Project, sshd: Sshd) -> None:
+    entry = sshd.inventory_entry()
+    del entry["python"]
+    project.write_inventory({"here": {**entry, "venv": "~/nope"}})
+    done = project.orch("exec", "here", "--", "true")
+    assert done.code == 3
+    assert "~/nope/bin/python" in done.err
+    assert "set 'venv:'" in done.err
