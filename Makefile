@@ -15,7 +15,7 @@ demo: venv  ## run the out-of-memory probe on this machine's CPU, to a printed v
 test:  ## run the whole suite, the supervisor's tests on Python 3.8 too
 	@tools/setup.sh openssh-server faketime lxc
 	@tools/supervisor-tests.sh
-	@tools/run-tests.sh
+	.venv/bin/python -m pytest
 
 faults:  ## put in every fault there is, not a few of each kind (a quarter of an hour)
 	@tools/setup.sh openssh-server faketime
