@@ -26,7 +26,7 @@ from dflash.checks import (
     checked_layer_ids,
     checked_mask_token,
 )
-from dflash.config import DTYPES, FULL, SLIDING, DrafterConfig
+from dflash.config import DTYPES, DrafterConfig
 from dflash.execution import Execution, choose_execution
 from dflash.gathering import select_rows
 from dflash.layers import Context, DrafterLayer
@@ -37,7 +37,7 @@ from dflash.rope import RopeTable, rope_table
 from dflash.row import Row, read_row
 from dflash.transfer import to_device
 from dflash.values import require_choice
-from dflash.visibility import Visibility
+from dflash.visibility import visibilities
 
 INITIAL_STD = 0.02
 
@@ -218,16 +218,8 @@ class DFlashDrafter(nn.Module):
         block_tokens_NB = row.tokens_S.new_full((blocks.count, self.block_size), self.mask_token_id)
         block_tokens_NB[:, 0] = row.tokens_S[anchors_N]
         slots_B = torch.arange(self.block_size, device=device)
-        windows = {SLIDING: self.config.sliding_window, FULL: None}
-        attend = prepare_attention(
-            execution,
-            {
-                kind: Visibility(
-                    blocks=blocks, context_length=len(context_SH), window=windows[kind], device=device
-                )
-                for kind in dict.fromkeys(self.config.layer_types)
-            },
-        )
+        seen = visibilities(self.config, blocks, context_length=len(context_SH), device=device)
+        attend = prepare_attention(execution, seen)
         layout = next(iter(attend.values())).layout
         plan = Plan(
             layout=layout,

@@ -22,8 +22,20 @@ import torch
 from torch import Tensor
 
 from dflash.blocks import Blocks
+from dflash.config import FULL, SLIDING, DrafterConfig
 from dflash.packing import HOST
 from dflash.transfer import to_device
+
+
+def visibilities(
+    config: DrafterConfig, blocks: Blocks, *, context_length: int, device: torch.device
+) -> "dict[str, Visibility]":
+    """Return the rule of one row for each kind of layer that the drafter has."""
+    windows = {SLIDING: config.sliding_window, FULL: None}
+    return {
+        kind: Visibility(blocks=blocks, context_length=context_length, window=windows[kind], device=device)
+        for kind in dict.fromkeys(config.layer_types)
+    }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,8 +43,8 @@ def tables(visibilities: Sequence[Visibility], layout: KeyLayout) -> tuple[Tenso
     by_query = [room(2, masks, query_tiles), room(2, masks, query_tiles, key_tiles)]
     by_key = [room(2, masks, key_tiles), room(2, masks, key_tiles, query_tiles)]
     steps = triton.next_power_of_2(triton.cdiv(key_tiles, KEY_TILES))
-    # Triton launches on the current card, whatever card the tensors are on.
     columns = triton.next_power_of_2(query_tiles)
+    # Triton launches on the current card, whatever card the tensors are on.
     with torch.cuda.device_of(bounds_MXQ), _first_calls.guard(device, steps, columns):
         _take_query_tile[(masks, query_tiles)](
             anchors_N,

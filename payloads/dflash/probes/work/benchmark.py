@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from dflash.attention import prepare_attention
-from dflash.config import FULL, SLIDING
 from dflash.drafter import DFlashDrafter
 from dflash.events import emit_phase
 from dflash.probes.work import kernel_times, tables, workload
@@ -15,7 +14,7 @@ from dflash.probes.work.ceilings import Ceilings, measure_ceilings
 from dflash.probes.work.flops import count_flops, count_row
 from dflash.probes.work.machine import Machine
 from dflash.probes.work.trials import Failure, try_case
-from dflash.visibility import Visibility
+from dflash.visibility import visibilities
 
 if TYPE_CHECKING:  # that module is __main__ while this one runs
     from dflash.probes.bench import BenchParams
@@ -85,16 +84,10 @@ def _time_masks(params: "BenchParams", machine: Machine) -> Values:
     config = params.drafter_config()
     execution = workload.execution_of(config, machine, workload.forward_backward)
     blocks = workload.blocks_of(params, (params.seq_len,), max_anchors=params.max_anchors)
-    windows = {SLIDING: config.sliding_window, FULL: None}
 
     def one(_number: int) -> None:
-        visibilities = {
-            kind: Visibility(
-                blocks=blocks, context_length=params.seq_len, window=window, device=machine.device
-            )
-            for kind, window in windows.items()
-        }
-        prepare_attention(execution, visibilities)
+        seen = visibilities(config, blocks, context_length=params.seq_len, device=machine.device)
+        prepare_attention(execution, seen)
 
     durations = workload.time_repeated(machine, one, warmups=params.warmups, iterations=MASK_REPETITIONS)
     return {"median_ms": durations.median_ms}

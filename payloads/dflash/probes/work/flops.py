@@ -21,9 +21,9 @@ from dataclasses import dataclass
 import torch
 
 from dflash.blocks import Blocks
-from dflash.config import FULL, SLIDING, DrafterConfig
+from dflash.config import DrafterConfig
 from dflash.packing import HOST
-from dflash.visibility import Visibility
+from dflash.visibility import Visibility, visibilities
 
 ATTENTION_BACKWARD = 2.5
 
@@ -54,13 +54,8 @@ class Flops:
 
 def count_row(blocks: Blocks, config: DrafterConfig, *, context_tokens: int) -> RowCounts:
     """Return the counts of a row with these blocks."""
-    windows = {SLIDING: config.sliding_window, FULL: None}
-    visible = {
-        kind: _visible_keys(
-            Visibility(blocks=blocks, context_length=context_tokens, window=windows[kind], device=HOST)
-        )
-        for kind in set(config.layer_types)
-    }
+    seen = visibilities(config, blocks, context_length=context_tokens, device=HOST)
+    visible = {kind: _visible_keys(visibility) for kind, visibility in seen.items()}
     return RowCounts(
         context_tokens=context_tokens,
         slots=blocks.count * blocks.block_size,
