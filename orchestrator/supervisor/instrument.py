@@ -36,6 +36,7 @@ REPORTED_VARIABLES = (
     "PYTHONFAULTHANDLER",
     "PYTHONPATH",
 )
+RESETS_OF_PEAKS = ("_cuda_resetPeakMemoryStats", "_accelerator_resetPeakStats")  # of torch._C, by card
 MAX_MESSAGE_CHARACTERS = 4096  # at most 12 bytes each as JSON: one event stays below 64 KiB
 
 
@@ -59,13 +60,58 @@ def report(kind: str, **fields: Any) -> None:
             pass
 
 
+class PeakMemory:
+    """The most memory that torch's allocator held on each card, also where a payload counts anew."""
+
+    def __init__(self) -> None:
+        self._before_resets: Dict[int, List[int]] = {}
+
+    def watch(self, torch: Any) -> None:
+        """Reads a card's peaks before every reset of them; torch's functions all reset through these two."""
+        for name in RESETS_OF_PEAKS:
+            reset = getattr(torch._C, name, None)  # noqa: SLF001
+            if reset is not None:
+                setattr(torch._C, name, self._after_reading(torch, reset))  # noqa: SLF001
+
+    def _after_reading(self, torch: Any, reset: Callable[[int], object]) -> Callable[[int], object]:
+        def read_and_reset(index: int) -> object:
+            try:
+                self._before_resets[index] = self._highest(torch, index)
+            except Exception:  # noqa: BLE001,S110  (what is read at the end says so; the payload goes on)
+                pass
+            return reset(index)
+
+        return read_and_reset
+
+    def _highest(self, torch: Any, index: int) -> List[int]:
+        now = (torch.cuda.max_memory_allocated(index), torch.cuda.max_memory_reserved(index))
+        return [max(pair) for pair in zip(now, self._before_resets.get(index, (0, 0)))]
+
+    def report(self) -> None:
+        """Reports peak memory on every card that this process used."""
+        torch = sys.modules.get("torch")
+
+        def peaks() -> None:
+            if torch is None or not torch.cuda.is_initialized():
+                return
+            found = []
+            for index in range(torch.cuda.device_count()):
+                allocated, reserved = self._highest(torch, index)
+                if reserved:
+                    found.append({"index": index, "allocated_bytes": allocated, "reserved_bytes": reserved})
+            report("facts", peak_memory=found)
+
+        _try("read peak memory", peaks)
+
+
 class TorchWatcher:
     """Sees torch being imported and calls `on_torch` right after, without changing how it is found.
 
     Looking for torch without importing it, as libraries do, changes nothing: the watch goes on.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, peak_memory: PeakMemory) -> None:
+        self._peak_memory = peak_memory
         self._is_looking = False
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:  # noqa: ARG002
@@ -83,15 +129,16 @@ class TorchWatcher:
             def exec_module(module: Any) -> None:
                 run_module(module)
                 sys.meta_path.remove(self)
-                on_torch(module)
+                on_torch(module, self._peak_memory)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
-def on_torch(torch: Any) -> None:
-    """Reports the version now, and allocator and cards as soon as CUDA is initialised."""
+def on_torch(torch: Any, peak_memory: PeakMemory) -> None:
+    """Reports the version now, allocator and cards as soon as CUDA is initialised; peaks count from here."""
     report("facts", torch=str(torch.__version__), cuda=str(torch.version.cuda))
+    _try("watch peak memory", lambda: peak_memory.watch(torch))
     _try("watch CUDA", lambda: torch.cuda._lazy_call(lambda: report_cuda(torch)))  # noqa: SLF001
 
 
@@ -121,26 +168,6 @@ def _try(what: str, action: Callable[[], object]) -> None:
         report("facts", instrument_error="cannot %s: %s: %s" % (what, type(error).__name__, error))
 
 
-def report_peak() -> None:
-    """Reports peak memory on every card that this process used."""
-    torch = sys.modules.get("torch")
-
-    def peaks() -> None:
-        if torch is None or not torch.cuda.is_initialized():
-            return
-        found: List[Dict[str, Any]] = [
-            {
-                "index": index,
-                "allocated_bytes": torch.cuda.max_memory_allocated(index),
-                "reserved_bytes": torch.cuda.max_memory_reserved(index),
-            }
-            for index in range(torch.cuda.device_count())
-        ]
-        report("facts", peak_memory=[peak for peak in found if peak["reserved_bytes"]])
-
-    _try("read peak memory", peaks)
-
-
 def report_exception(error: BaseException) -> None:
     """Reports the exception that ends the program; SystemExit is an exit code, not a failure of its own."""
     kind = type(error)
@@ -162,8 +189,9 @@ def main(arguments: List[str]) -> None:
         executable=sys.executable,
         environment={name: os.environ.get(name) for name in REPORTED_VARIABLES},
     )
-    sys.meta_path.insert(0, TorchWatcher())
-    atexit.register(report_peak)
+    peak_memory = PeakMemory()
+    sys.meta_path.insert(0, TorchWatcher(peak_memory))
+    atexit.register(peak_memory.report)
     is_script = arguments[0] == SCRIPT_OPTION
     sys.argv = arguments[1:] if is_script else arguments
     program = sys.argv[0]

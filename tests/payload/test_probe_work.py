@@ -1,6 +1,8 @@
 """The probes' parts: cases that do not fit, counted operations, kernels by kind, what torch is asked."""
 
+import os
 import re
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -247,6 +249,28 @@ def test_answer_names_the_kernel_that_was_chosen_and_ran() -> None:
         math = sdpa_dispatch.ask(call)
     assert (fused.chosen, fused.is_fused) == ("flash", True)
     assert (math.chosen, math.ran, math.is_fused) == ("math", "math", False)
+
+
+IN_CPP = (
+    b"[W1130 05:22:19.705833691 sdp_utils_cpp.h:262] Warning: "
+    b"Flash Attention does not support non-null attn_mask. (function check_for_attn_mask)\n"
+)
+
+
+def test_reasons_are_found_as_warnings_and_past_them_and_other_output_is_passed_on(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def refuses(_: object, *, debug: bool) -> bool:
+        assert debug
+        os.write(2, IN_CPP + b"something else\n")
+        warnings.warn("head_dim is odd. (Triggered internally at sdp_utils.cpp:9.)", stacklevel=1)
+        return False
+
+    monkeypatch.setattr(torch.backends.cuda, "can_use_flash_attention", refuses)
+    call = sdpa_dispatch.call_of(GROUPED, DISPATCH, torch.float32, MACHINE.device)
+    why = sdpa_dispatch._against("flash", call)
+    assert why == "head_dim is odd.; Flash Attention does not support non-null attn_mask."
+    assert capfd.readouterr().err == "something else\n"
 
 
 @pytest.mark.parametrize("form", sdpa_dispatch.forms(), ids=lambda form: form.name)

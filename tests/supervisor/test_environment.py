@@ -227,6 +227,7 @@ class EventTest(HostCase):
                 file.write(
                     "__version__ = '9.9'\\n"
                     "class version: cuda = None\\n"
+                    "class _C: pass\\n"
                     "class cuda:\\n"
                     "    _lazy_call = staticmethod(lambda call: None)\\n"
                     "    is_initialized = staticmethod(lambda: False)\\n"
@@ -238,6 +239,41 @@ class EventTest(HostCase):
             """
         )
         self.assertEqual([fact["torch"] for fact in of_kind(records, "facts") if "torch" in fact], ["9.9"])
+
+    def test_peak_memory_is_the_whole_runs_although_the_payload_counts_anew_in_between(self) -> None:
+        records = self.run_code(
+            """
+            import importlib, os, textwrap
+            FAKE = '''
+                __version__ = "9.9"
+                peaks = {0: [700, 900], 1: [0, 0], 2: [5, 6]}
+                class version:
+                    cuda = None
+                class _C:
+                    def _cuda_resetPeakMemoryStats(index):
+                        peaks[index] = [3, 4]
+                class cuda:
+                    _lazy_call = staticmethod(lambda call: None)
+                    is_initialized = staticmethod(lambda: True)
+                    device_count = staticmethod(lambda: 3)
+                    max_memory_allocated = staticmethod(lambda index: peaks[index][0])
+                    max_memory_reserved = staticmethod(lambda index: peaks[index][1])
+                '''
+            os.makedirs("torch")
+            with open("torch/__init__.py", "w") as file:
+                file.write(textwrap.dedent(FAKE))
+            importlib.invalidate_caches()
+            import torch
+            torch._C._cuda_resetPeakMemoryStats(0)
+            torch.peaks[0][0] = 701
+            torch._C._cuda_resetPeakMemoryStats(0)
+            assert torch.peaks[0] == [3, 4]
+            """
+        )
+        highest = {"index": 0, "allocated_bytes": 701, "reserved_bytes": 900}
+        never_reset = {"index": 2, "allocated_bytes": 5, "reserved_bytes": 6}
+        peaks = [fact["peak_memory"] for fact in of_kind(records, "facts") if "peak_memory" in fact]
+        self.assertEqual(peaks, [[highest, never_reset]])
 
     def test_a_missing_module_and_an_exception_are_named(self) -> None:
         records = self.run_code("import no_such_module_here")

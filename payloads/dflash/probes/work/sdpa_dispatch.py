@@ -8,7 +8,11 @@ gives as warnings, the kernel that it chooses, and the operator that a call runs
 Shape letters: n blocks, A query heads, G key-value heads, B slots of a block, K keys, D head_dim.
 """
 
+import contextlib
+import os
 import re
+import sys
+import tempfile
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,6 +36,9 @@ FUSED_KERNELS = ("flash", "efficient", "cudnn")
 HEADS = ("grouped", "expanded", "folded")
 MATH, FAILED = "math", "failed: "
 FLOAT32_BYTES = 4
+STDERR_FD = 2
+TRIGGERED_AT = re.compile(r"\s*\(Triggered internally at .*", re.DOTALL)
+WARNED_IN_CPP = re.compile(rb"\[W[^\]]*\] Warning: (.*?)(?: \(function \w+\))?\s*$")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,15 +169,39 @@ def _against(kernel: str, call: Call) -> str | None:
     asked = torch.backends.cuda.SDPAParams(
         call.queries, call.keys, call.values, call.mask, 0.0, False, call.enable_gqa
     )
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with _told() as reasons:
         can = can_use(asked, debug=True)
-    reasons = [_without_source(str(warning.message)) for warning in told]
     return None if can else "; ".join(reasons) or "no reason told"
 
 
-def _without_source(message: str) -> str:
-    return re.sub(r"\s*\(Triggered internally at .*", "", message, flags=re.DOTALL)
+@contextlib.contextmanager
+def _told() -> Iterator[list[str]]:
+    """Collect what torch warns of, as Python's warnings or past them on standard error.
+
+    torch 2.11 asks these questions outside its own translation of warnings, so their C++ text goes straight
+    to the descriptor; what else is written there meanwhile is passed on.
+    """
+    told: list[str] = []
+    sys.stderr.flush()
+    kept = os.dup(STDERR_FD)
+    try:
+        with tempfile.TemporaryFile() as file, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            os.dup2(file.fileno(), STDERR_FD)
+            try:
+                yield told
+            finally:
+                os.dup2(kept, STDERR_FD)
+            told += [TRIGGERED_AT.sub("", str(warning.message)) for warning in caught]
+            file.seek(0)
+            for line in file:
+                told_there = WARNED_IN_CPP.match(line)
+                if told_there:
+                    told.append(told_there[1].decode(errors="replace"))
+                else:
+                    os.write(STDERR_FD, line)
+    finally:
+        os.close(kept)
 
 
 class _Operators(TorchDispatchMode):
