@@ -15,7 +15,7 @@ from typing import Any
 from orchestrator.allocator import parse_alloc_conf, render_alloc_conf
 from orchestrator.errors import UsageError
 from orchestrator.experiment import GRACE_S, Expectation, Experiment
-from orchestrator.fields import check_variable, parse_devices, parse_duration, parse_grace
+from orchestrator.fields import Devices, check_variable, parse_devices, parse_duration, parse_grace
 from orchestrator.text import quoted
 
 __all__ = ["ProgramOptions", "command_experiment", "script_experiment"]
@@ -112,8 +112,14 @@ def _alloc_conf(text: str) -> str | None:
     return render_alloc_conf(parse_alloc_conf(text)) or None
 
 
-def _devices(text: str) -> tuple[str, ...]:
-    return parse_devices(text if text == "none" else text.split(","))
+def _devices(text: str) -> Devices:
+    """Reads ``none``, ``0,1``, or ``count=2,free_memory=90GiB``."""
+    parts = text.split(",")
+    if text == "none" or "=" not in text:
+        return parse_devices(text if text == "none" else parts)
+    named = {name: value for name, _, value in (part.partition("=") for part in parts)}
+    count = named.get("count", "")
+    return parse_devices({**named, "count": int(count) if count.isdecimal() else count})
 
 
 def _variable(text: str) -> tuple[str, str]:

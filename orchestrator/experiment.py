@@ -21,6 +21,7 @@ from orchestrator import parameters, yaml_source
 from orchestrator.allocator import AllocValue, parse_alloc_conf, parse_setting, render_alloc_conf
 from orchestrator.errors import UnknownName, UsageError
 from orchestrator.fields import (
+    Devices,
     Secret,
     check_module,
     parse_device,
@@ -78,6 +79,7 @@ class Experiment:
     The program is a ``module`` of ``payload``, a ``script`` (its path in what is shipped: the payload, or the
     one file at ``path``) with ``args``, or a ``command``, an argument vector for which nothing is shipped.
     ``case`` is the label of the matrix's case that it is; while there is a ``matrix`` it stands for many.
+    The command line says whether it ``waits_for_cards`` that are taken, or ``shares_cards`` with others.
     """
 
     name: str
@@ -90,7 +92,9 @@ class Experiment:
     params: Mapping[str, Any] = field(default_factory=dict)
     env: Mapping[str, str | Secret] = field(default_factory=dict, repr=False)
     alloc_conf: str | None = None
-    devices: tuple[str, ...] = ()
+    devices: Devices = ()
+    waits_for_cards: bool = True
+    shares_cards: bool = False
     timeout_s: float | None = None
     grace_s: float = GRACE_S
     on_disk_full: str = "wait"
@@ -204,7 +208,7 @@ class _Settings:
     params: dict[str, Any]
     env: dict[str, str | Secret]
     alloc_conf: dict[str, AllocValue]
-    devices: tuple[str, ...]
+    devices: Devices
     timeout_s: float | None
     grace_s: float
     on_disk_full: str
@@ -243,7 +247,7 @@ def _alloc_conf(source: Source, value: Any, here: tuple[Key, ...]) -> dict[str, 
         return parse_alloc_conf(value)
 
 
-def _devices(source: Source, value: Any, here: tuple[Key, ...]) -> tuple[str, ...]:
+def _devices(source: Source, value: Any, here: tuple[Key, ...]) -> Devices:
     for position, device in enumerate(value if isinstance(value, list) else ()):
         with source.at(*here, position):
             parse_device(device)

@@ -10,15 +10,20 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from orchestrator.errors import UsageError
 from orchestrator.text import did_you_mean, quoted
 
 __all__ = [
+    "CardCount",
+    "Devices",
     "Secret",
     "check_module",
     "check_variable",
+    "devices_json",
+    "devices_text",
     "parse_device",
     "parse_devices",
     "parse_duration",
@@ -43,6 +48,10 @@ _RESERVED = {
 }
 
 _HEX_UUID = r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
+_UUID = (
+    rf"(?:GPU|MIG)-{_HEX_UUID}|MIG-GPU-{_HEX_UUID}/[0-9]{{1,3}}/[0-9]{{1,3}}"  # the last as before driver 470
+)
+_MOST_CARDS = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +73,18 @@ class Secret:
         except UsageError as error:
             text = f"the secret {self.from_env} {error}; set it where you call orch"
             raise UsageError(f"{self.where}: env.{self.name}: {text}") from None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CardCount:
+    """Any ``count`` cards of a host, with at least so much memory free on each where that is asked for."""
+
+    count: int
+    free_bytes: int | None = None
+
+
+Devices = tuple[str, ...] | CardCount
+"""Which cards a run gets: by index or UUID, or so many; empty for none."""
 
 
 def check_module(module: str, *, payload: str) -> str:
@@ -129,38 +150,67 @@ def parse_variable(name: str, value: object, *, where: str) -> str | Secret:
 
 
 def parse_device(value: object) -> str:
-    """Returns one device as an index ("5") or as a card's UUID.
+    """Returns one device as an index ("5"), or as the UUID of a card or of a MIG instance.
 
     Raises:
         UsageError: anything else; ``cuda:5`` counts inside a process and names no card.
     """
     text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
     if isinstance(text, str):
-        if re.fullmatch(r"0|[1-9][0-9]{0,3}", text) or re.fullmatch(f"GPU-{_HEX_UUID}", text):
+        if re.fullmatch(r"0|[1-9][0-9]{0,3}", text) or re.fullmatch(_UUID, text):
             return text
         if index := re.fullmatch(r"(?:cuda:|/dev/nvidia)([0-9]{1,4})", text):
             raise UsageError(f"{text!r} is no device of a host; write {index[1]}")
-        if text.startswith("MIG-"):
-            raise UsageError("MIG instances cannot be chosen yet; use a card's index or UUID")
-    raise UsageError(f"{quoted(value)} is no device: use an index such as 5, or a UUID such as GPU-…")
+    raise UsageError(
+        f"{quoted(value)} is no device: use an index such as 5, or a UUID such as GPU-… or MIG-…"
+    )
 
 
-def parse_devices(value: object) -> tuple[str, ...]:
-    """Returns the devices of ``"none"`` (no device) or of a list, in its order.
+def parse_devices(value: object) -> Devices:
+    """Returns the devices of ``"none"`` (no device), of a list, in its order, or of a mapping such as
+    ``{count: 2, free_memory: 90GiB}``.
 
     Raises:
-        UsageError: neither, an empty list, or one device twice.
+        UsageError: none of these, an empty list, or one device twice.
     """
     if value == "none":
         return ()
+    if isinstance(value, Mapping):
+        return _card_count(value)
     if not isinstance(value, list) or not value:
         hint = f", for example [{value}]" if isinstance(value, int) and not isinstance(value, bool) else ""
-        raise UsageError(f"must be 'none' or a list of indexes or UUIDs{hint}")
+        raise UsageError(f"must be 'none', a list of indexes or UUIDs, or {{count: N}}{hint}")
     devices = tuple(map(parse_device, value))
     for position, device in enumerate(devices):
         if device in devices[:position]:
             raise UsageError(f"{device} is listed twice")
     return devices
+
+
+def devices_json(devices: Devices) -> list[str] | dict[str, int | None]:
+    """Returns the form that stands in a job."""
+    return asdict(devices) if isinstance(devices, CardCount) else list(devices)
+
+
+def devices_text(stated: object) -> str:
+    """Returns for a person what a job says of devices, whoever wrote it."""
+    if isinstance(stated, Mapping):
+        free = stated.get("free_bytes")
+        with_free = f" with {free / 1024**3:g} GiB free" if isinstance(free, int) else ""
+        return f"any {stated.get('count')}{with_free}"
+    return ", ".join(map(str, stated)) if isinstance(stated, list | tuple) and stated else "none"
+
+
+def _card_count(value: Mapping[Any, Any]) -> CardCount:
+    for key in value:
+        if key not in ("count", "free_memory"):
+            hint = did_you_mean(str(key), ("count", "free_memory"))
+            raise UsageError(f"unknown key {quoted(key)}; use {{count: 2, free_memory: 90GiB}}{hint}")
+    count = value.get("count")
+    if type(count) is not int or not 1 <= count <= _MOST_CARDS:
+        raise UsageError(f"count must be a number of cards from 1 to {_MOST_CARDS}, not {quoted(count)}")
+    free = value.get("free_memory")
+    return CardCount(count=count, free_bytes=None if free is None else parse_size(free))
 
 
 def parse_duration(value: object) -> float:

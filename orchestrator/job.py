@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from orchestrator.bundle import Bundle
 from orchestrator.experiment import Experiment
-from orchestrator.fields import Secret
+from orchestrator.fields import Secret, devices_json
 from orchestrator.inventory import Host
 
 __all__ = ["Program", "Turn", "job_for", "program_of", "secrets_of", "secrets_of_job"]
@@ -63,7 +63,9 @@ def job_for(
         "workdir": host.workdir,
         "secrets": {secret.name: secret.from_env for secret in secrets_of(experiment, host)},
         "alloc_conf": experiment.alloc_conf,
-        "devices": experiment.devices,
+        "devices": devices_json(experiment.devices),
+        "waits_for_cards": experiment.waits_for_cards,
+        "shares_cards": experiment.shares_cards,
         "timeout_s": experiment.timeout_s,
         "grace_s": experiment.grace_s,
         "on_disk_full": experiment.on_disk_full,

@@ -121,6 +121,17 @@ def _is_provenance(value: object) -> bool:
     )
 
 
+def _are_devices(value: object) -> bool:
+    if not isinstance(value, dict):
+        return _is_texts(value)
+    count, free = value.get("count"), value.get("free_bytes")
+    return value.keys() <= {"count", "free_bytes"} and type(count) is int and type(free) in (int, type(None))
+
+
+def _is_flag_or_none(value: object) -> bool:
+    return value is None or isinstance(value, bool)
+
+
 def _is_expectation(value: object) -> bool:
     if not isinstance(value, dict) or value.keys() != {"verdicts", "metrics"}:
         return False
@@ -160,7 +171,9 @@ _KEYS: Mapping[str, Callable[[object], bool]] = {
     "env": _is_environment,
     "secrets": lambda value: value is None or _is_text_mapping(value),
     "alloc_conf": _is_text_or_none,
-    "devices": _is_texts,
+    "devices": _are_devices,
+    "waits_for_cards": _is_flag_or_none,
+    "shares_cards": _is_flag_or_none,
     "timeout_s": _is_number_or_none,
     "grace_s": _is_number_or_none,
     "provenance": _is_provenance,

@@ -31,6 +31,7 @@ from typing import Any
 
 from orchestrator.errors import OrchError
 from orchestrator.experiment import Bounds, Expectation
+from orchestrator.fields import devices_text
 from orchestrator.text import did_you_mean
 
 Record = Mapping[str, Any]
@@ -109,6 +110,17 @@ class Peak:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CardUse:
+    """What samples saw of a card while the run went on, whoever used it; None is what it did not tell."""
+
+    uuid: str
+    samples: int
+    most_used_bytes: int
+    utilisation_percent: float | None
+    most_temperature_c: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
     """What a run's records say; None and empty where they say nothing.
 
@@ -145,6 +157,7 @@ class Outcome:
     is_cut: bool = False
     peak_rss_bytes: int | None = None
     peak_memory: tuple[Peak, ...] = ()
+    card_use: tuple[CardUse, ...] = ()
 
     @property
     def state(self) -> State:
@@ -209,7 +222,10 @@ def outcome_of(records: Iterable[Record]) -> Outcome:
         read = _READERS.get(str(record.get("kind")))
         if read is not None:
             read(found, record)
-    asked, missing, others_cut = (found.pop(name, None) for name in ("asked", "missing", "others_cut"))
+    asked, missing, others_cut, sampled = (
+        found.pop(name, None) for name in ("asked", "missing", "others_cut", "sampled")
+    )
+    found["card_use"] = tuple(_card_use(uuid, sums) for uuid, sums in (sampled or {}).items())
     is_cut = missing is not None and others_cut != 0
     if missing is not None:
         what = "what they said of metrics, facts and exceptions is not known" if is_cut else "output, no more"
@@ -297,12 +313,12 @@ def _unproven(asked: Mapping[str, Any], found: Mapping[str, Any]) -> Iterable[st
     if asked.get("alloc_conf") and "allocator" not in found:
         yield f"allocator settings {asked['alloc_conf']} were asked for, and no process said what took effect"
     if asked.get("devices") and "devices" not in found:
-        yield f"devices {', '.join(map(str, asked['devices']))} were asked for, and no process used CUDA"
+        yield f"devices {devices_text(asked['devices'])} were asked for, and no process used CUDA"
 
 
 def _read_segment(found: dict[str, Any], record: Record) -> None:
     if isinstance(job := record.get("job"), Mapping):
-        found["asked"] = {"alloc_conf": _text(job.get("alloc_conf")), "devices": _list(job.get("devices"))}
+        found["asked"] = {"alloc_conf": _text(job.get("alloc_conf")), "devices": job.get("devices")}
 
 
 def _read_seal(found: dict[str, Any], _record: Record) -> None:
@@ -371,6 +387,49 @@ def _read_leftover(found: dict[str, Any], record: Record) -> None:
         _note(found, f"ran on after the main process had ended: {process}")
 
 
+def _read_gpus(found: dict[str, Any], record: Record) -> None:
+    if fault := _text(record.get("fault")):
+        _note(found, f"a card stopped answering while the run went on: {fault}")
+    for card in _mappings(record.get("cards")):
+        sums = found.setdefault("sampled", {}).setdefault(_text(card.get("uuid")) or "?", _Samples())
+        sums.add(card)
+
+
+class _Samples:
+    """Sums over the samples of one card."""
+
+    def __init__(self) -> None:
+        self.count = self.most_used_mib = 0
+        self.utilisations: list[int] = [0, 0]  # how many told it, and their sum
+        self.most_temperature_c: int | None = None
+
+    def add(self, card: Record) -> None:
+        self.count += 1
+        self.most_used_mib = max(self.most_used_mib, _integer(card.get("used_mib")) or 0)
+        if (percent := _integer(card.get("utilisation_percent"))) is not None:
+            self.utilisations = [self.utilisations[0] + 1, self.utilisations[1] + percent]
+        if (degrees := _integer(card.get("temperature_c"))) is not None:
+            self.most_temperature_c = max(degrees, self.most_temperature_c or degrees)
+
+
+def _card_use(uuid: str, sums: _Samples) -> CardUse:
+    told, total = sums.utilisations
+    return CardUse(
+        uuid=uuid,
+        samples=sums.count,
+        most_used_bytes=sums.most_used_mib * 1024**2,
+        utilisation_percent=total / told if told else None,
+        most_temperature_c=sums.most_temperature_c,
+    )
+
+
+def _read_stranger(found: dict[str, Any], record: Record) -> None:
+    used_mib = _integer(record.get("used_mib"))
+    used = "" if used_mib is None else f", {used_mib / 1024:.1f} GiB"
+    process = " ".join(map(str, [record.get("pid"), *_list(record.get("argv"))]))
+    _note(found, f"another process used card {record.get('uuid')} meanwhile: {process}{used}")
+
+
 def _read_end(found: dict[str, Any], record: Record) -> None:
     found.update(
         end=_text(record.get("outcome")),
@@ -397,6 +456,8 @@ _READERS = {
     "exit": _read_exit,
     "pipe_held": _read_pipe_held,
     "leftover": _read_leftover,
+    "gpus": _read_gpus,
+    "stranger": _read_stranger,
     "end": _read_end,
 }
 

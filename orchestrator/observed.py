@@ -20,8 +20,8 @@ class Observed:
     """One look at a run.
 
     ``unreachable`` says why its host could not be asked, and ``since_t`` since when that is so. ``ahead``
-    counts the runs that it waits for, None when it does not wait. ``silent_s``: since its records were last
-    written.
+    counts the runs of its group that it waits for, None when it does not wait. ``silent_s``: since its
+    records were last written. ``obstacles`` say what keeps it from its cards, ``cards`` which ones it has.
     """
 
     unreachable: str | None = None
@@ -29,6 +29,8 @@ class Observed:
     silent_s: float | None = None
     is_stopped: bool = False
     ahead: int | None = None
+    obstacles: tuple[str, ...] = ()
+    cards: tuple[str, ...] = ()
 
     @property
     def is_silent(self) -> bool:
@@ -45,8 +47,13 @@ class Observed:
         if self.unreachable is not None:
             since = "" if self.since_t is None else f" since {_ago(now_t - self.since_t)}"
             parts.append(f"UNREACHABLE{since} ({_cut(printable(self.unreachable))})")
-        if self.ahead is not None:
+        if self.obstacles:
+            more = f" and {len(self.obstacles) - 1} more" if len(self.obstacles) > 1 else ""
+            parts.append(f"{_cut(printable(self.obstacles[0]))}{more}")
+        elif self.ahead:
             parts.append(f"{self.ahead} ahead")
+        if self.cards:
+            parts.append(f"on {_cut(printable(', '.join(self.cards)))}")
         if self.is_silent:
             parts.append(f"silent {_ago(self.silent_s or 0.0)}")
         if self.is_stopped:

@@ -37,7 +37,8 @@ class Standing:
     """What a host says of a run; ``orphans`` describes processes that outlived its supervisor.
 
     ``silent_s``: since its records were last written, None when it is not alive. ``is_stopped``: its
-    supervisor is (SIGSTOP). ``was_rebooted``: the host, since the run began.
+    supervisor is (SIGSTOP). ``was_rebooted``: the host, since the run began. ``obstacles`` say what keeps it
+    from its cards while it waits, ``cards`` which ones it has when it runs.
     """
 
     exists: bool
@@ -48,6 +49,8 @@ class Standing:
     silent_s: float | None = None
     is_stopped: bool = False
     was_rebooted: bool = False
+    obstacles: tuple[str, ...] = ()
+    cards: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,6 +168,8 @@ def status(transport: Transport, run_ids: Sequence[str]) -> dict[str, Standing]:
                 silent_s=_seconds(told[run_id].get("silent_s")),
                 is_stopped=bool(told[run_id].get("stopped")),
                 was_rebooted=bool(told[run_id].get("rebooted")),
+                obstacles=tuple(map(str, told[run_id]["obstacles"])),
+                cards=tuple(map(str, told[run_id]["cards"])),
             )
             for run_id in run_ids
         }

@@ -274,7 +274,13 @@ def observe(workspace: Workspace, run_id: str, known: Standing) -> Observed | No
     if not known.is_alive:
         return None
     ahead = workspace.ledger.ahead_of(run_id) if known.is_waiting else None
-    return Observed(silent_s=known.silent_s, is_stopped=known.is_stopped, ahead=ahead)
+    return Observed(
+        silent_s=known.silent_s,
+        is_stopped=known.is_stopped,
+        ahead=ahead,
+        obstacles=known.obstacles,
+        cards=known.cards,
+    )
 
 
 def _verdict_of_row(workspace: Workspace, row: RunRow) -> Verdict:

@@ -170,7 +170,8 @@ def launch(
             workspace.ledger.update(run_id, reason=str(error))
             raise
         note_started(folder, plan.host, started, talk)
-        workspace.ledger.mark_running(run_id)
+        mark = workspace.ledger.mark_queued if plan.job["devices"] else workspace.ledger.mark_running
+        mark(run_id)
         watcher.shipped(started)
     transport = starter.transport
     assert transport is not None

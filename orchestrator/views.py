@@ -18,10 +18,11 @@ from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from orchestrator.fields import devices_text
 from orchestrator.inventory import Host
 from orchestrator.job import program_of
 from orchestrator.ledger import RunRow
-from orchestrator.lifecycle import Device, Outcome, Peak, Verdict, is_terminal
+from orchestrator.lifecycle import CardUse, Device, Outcome, Peak, Verdict, is_terminal
 from orchestrator.observed import Observed
 from orchestrator.text import counted, printable
 
@@ -111,6 +112,8 @@ def run_json(row: RunRow, observed: Observed | None = None) -> dict[str, Any]:
         "params",
         "alloc_conf",
         "devices",
+        "waits_for_cards",
+        "shares_cards",
         "timeout_s",
         "provenance",
         "expect",
@@ -165,8 +168,9 @@ def _what(row: RunRow) -> _Lines:
 def _where(row: RunRow, outcome: Outcome) -> _Lines:
     pid = outcome.pid if outcome.pid is not None else row.pid
     yield "host", (row.host if pid is None else f"{row.host}, pid {pid}",)
-    asked = ", ".join(map(str, row.job.get("devices") or ())) or "none"
-    yield "devices", (f"asked: {asked}", *map(_device, outcome.devices))
+    sharing = ", shared with whoever has them" if row.job.get("shares_cards") else ""
+    asked = f"asked: {devices_text(row.job.get('devices'))}{sharing}"
+    yield "devices", (asked, *map(_device, outcome.devices), *map(_use, outcome.card_use))
     asked_of_allocator = row.job.get("alloc_conf")
     effective = _effective(outcome, str(asked_of_allocator or ""))
     yield "allocator", (f"asked: {asked_of_allocator or 'nothing'}", f"effective: {effective}")
@@ -262,6 +266,15 @@ def _provenance(row: RunRow) -> str:
 def _device(device: Device) -> str:
     size = "" if device.total_bytes is None else f", {_gib(device.total_bytes)}"
     return f"cuda:{device.index} is {device.name} ({device.uuid}{size})"
+
+
+def _use(use: CardUse) -> str:
+    parts = [f"at most {_gib(use.most_used_bytes)} in use"]
+    if use.utilisation_percent is not None:
+        parts.append(f"{use.utilisation_percent:.0f} % busy on average")
+    if use.most_temperature_c is not None:
+        parts.append(f"at most {use.most_temperature_c} °C")
+    return f"{use.uuid}: {', '.join(parts)}, in {counted(use.samples, 'sample')}"
 
 
 def _peak(peak: Peak) -> str:

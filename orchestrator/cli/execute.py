@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from orchestrator.cli.options import (
     json_option,
     open_workspace,
     program_options,
+    share_option,
+    wait_option,
 )
 from orchestrator.cli.run import run_one
 
@@ -24,6 +27,8 @@ from orchestrator.cli.run import run_one
 @click.argument("host_name", metavar="HOST")
 @click.argument("argv", metavar="-- COMMAND [ARGS]...", nargs=-1, required=True, type=click.UNPROCESSED)
 @program_options
+@wait_option
+@share_option
 @detach_option
 @dry_run_option
 @inventory_option
@@ -31,6 +36,8 @@ from orchestrator.cli.run import run_one
 def execute(
     host_name: str,
     argv: tuple[str, ...],
+    waits_for_cards: bool,
+    shares_cards: bool,
     detach: bool,
     dry_run: bool,
     inventory: Path | None,
@@ -45,5 +52,9 @@ def execute(
     """
     with open_workspace(inventory) as workspace:
         host = workspace.inventory.host(host_name)
-        experiment = command_experiment(argv, ProgramOptions(**options))
+        experiment = replace(
+            command_experiment(argv, ProgramOptions(**options)),
+            waits_for_cards=waits_for_cards,
+            shares_cards=shares_cards,
+        )
         return run_one(workspace, experiment, host, detach=detach, dry_run=dry_run, as_json=as_json)

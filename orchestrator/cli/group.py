@@ -27,7 +27,7 @@ from orchestrator.group_view import (
 from orchestrator.inventory import Host
 from orchestrator.ledger import RunRow
 from orchestrator.log_lines import LineAssembler, LogLine
-from orchestrator.log_view import render
+from orchestrator.log_view import render, waiting_note
 from orchestrator.runs import Report
 from orchestrator.starting import Plan
 from orchestrator.text import counted
@@ -137,6 +137,10 @@ class _GroupScreen:
         if event.note is not None:
             self._screen.note(event.note)
         if event.record is not None:
+            if event.record.get("kind") in ("cards_awaited", "cards") and (
+                note := waiting_note(event.record, row.run_id)
+            ):
+                self._screen.note(note)
             if event.record.get("kind") == "spawn":
                 self._screen.note(f"{case_of(row)} begins on {row.host}, run {row.run_id}")
             if self._shows_lines:

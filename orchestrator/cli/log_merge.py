@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from orchestrator import runs
-from orchestrator.cli.log_output import TURNS, Asked, waits_for
+from orchestrator.cli.log_output import WAITS, Asked, waits_for
 from orchestrator.cli.terminal import Screen
 from orchestrator.clocks import Offset
 from orchestrator.conversation import Cursor
@@ -22,7 +22,7 @@ from orchestrator.gathering import gather
 from orchestrator.log_filter import LineFilter
 from orchestrator.log_lines import LineAssembler, select
 from orchestrator.log_tail import tail
-from orchestrator.log_view import line_json, render, turn_note
+from orchestrator.log_view import line_json, render, waiting_note
 from orchestrator.merging import LiveMerge, Placed, RunLines, merge
 from orchestrator.mirror_reader import (
     READ_BYTES,
@@ -200,7 +200,7 @@ class MergedView:
         """Says on the way whether the run waits for its turn."""
         for batch in batches:
             for record in batch:
-                if record["kind"] in TURNS and (note := turn_note(record, self._run_ids[run])) is not None:
+                if record["kind"] in WAITS and (note := waiting_note(record, self._run_ids[run])) is not None:
                     self.screen.note(note)
             yield batch
 
@@ -223,7 +223,7 @@ class MergedView:
         for run_id, folder in zip(self._run_ids, self._folders, strict=True):
             queued = waits_for(folder)
             if queued is not None:
-                self.screen.note(turn_note(queued, run_id) or "")
+                self.screen.note(waiting_note(queued, run_id) or "")
 
     def _write(self, lines: Iterable[Placed]) -> None:
         screen = self.screen

@@ -18,12 +18,12 @@ from orchestrator.log_filter import LineFilter
 from orchestrator.log_lines import LineAssembler, LogLine, select
 from orchestrator.log_raw import RawOutput
 from orchestrator.log_tail import tail
-from orchestrator.log_view import line_json, render, turn_note
+from orchestrator.log_view import line_json, render, waiting_note
 from orchestrator.mirror_reader import check_end, checked_records, end_position, newest_batches, read_records
 from orchestrator.run_folder import Record, RunFolder
 from orchestrator.workspace import Workspace
 
-TURNS = ("queued", "turn")
+WAITS = ("queued", "turn", "cards_awaited", "cards")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,11 +72,11 @@ class View(ABC):
             start = end_position(self._folder)
             self._start_with_last(count, start)
             if (queued := waits_for(self._folder)) is not None:
-                self.screen.note(turn_note(queued, self._run_id) or "")
+                self.screen.note(waiting_note(queued, self._run_id) or "")
         with runs.follow(self._workspace, self._run_id) as following:
             for record in following.records(watcher, start):
                 self._take(record)
-                if record["kind"] in TURNS and (note := turn_note(record, self._run_id)) is not None:
+                if record["kind"] in WAITS and (note := waiting_note(record, self._run_id)) is not None:
                     self.screen.note(note)
         self._finish()
         self.screen.flush()
@@ -166,7 +166,7 @@ def why_nothing(folder: RunFolder, run_id: str) -> str:
     """Returns why no line of a run was shown, and where to look next."""
     queued = waits_for(folder)
     if queued is not None:
-        return f"{turn_note(queued, run_id)}; it has written nothing yet"
+        return f"{waiting_note(queued, run_id)}; it has written nothing yet"
     has_output = any(record["kind"] == "out" for record in read_records(folder))
     what = "no line that was asked for" if has_output else "no output"
     return f"there is {what} of run {run_id} here; see: orch show {run_id}"
@@ -174,13 +174,15 @@ def why_nothing(folder: RunFolder, run_id: str) -> str:
 
 def waits_for(folder: RunFolder) -> Record | None:
     """Returns the record that says for whom a run waits, as long as it does."""
-    queued = None
+    awaited = None
     for record in read_records(folder):
-        if record["kind"] == "queued":
-            queued = record
-        elif record["kind"] in ("turn", "spawn", "end"):
+        if record["kind"] in ("queued", "cards_awaited"):
+            awaited = record
+        elif record["kind"] == "turn":
+            awaited = None
+        elif record["kind"] in ("cards", "spawn", "end"):
             return None
-    return queued
+    return awaited
 
 
 def bring_up_to_date(workspace: Workspace, run_id: str, screen: Screen) -> None:

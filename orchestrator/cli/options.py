@@ -23,13 +23,24 @@ inventory_option = click.option(
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 detach_option = click.option("--detach", is_flag=True, help="Start it and return.")
 dry_run_option = click.option("--dry-run", is_flag=True, help="Show what would run; contact nobody.")
+wait_option = click.option(
+    "--wait/--no-wait",
+    "waits_for_cards",
+    default=True,
+    help="Queue for cards that are taken (default), or be refused.",
+)
+share_option = click.option(
+    "--share", "shares_cards", is_flag=True, help="Use cards that others use, runs or strangers."
+)
 run_argument = click.argument("run", metavar="RUN")
 
 
 def program_options(command: Command) -> Command:
     """Adds what an experiment's keys say, for a program that no experiment describes."""
     options = (
-        click.option("--devices", metavar="LIST", help="Indexes or UUIDs such as 0,1; default: none."),
+        click.option(
+            "--devices", metavar="LIST", help="0,1 or UUIDs, or count=2,free_memory=90GiB; default: none."
+        ),
         click.option("--alloc-conf", metavar="TEXT", help="Allocator settings: expandable_segments:True,…"),
         click.option("--env", multiple=True, metavar="NAME=VALUE", help="A variable for it; repeatable."),
         click.option("--timeout", metavar="TIME", help="Such as 90s, 10m, 2h; default: none."),

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from orchestrator.bundle import Bundle
+from orchestrator.fields import devices_text
 from orchestrator.job import program_of
 from orchestrator.starting import Plan
 from orchestrator.text import counted, printable
@@ -70,7 +71,7 @@ def _facts(plan: Plan) -> dict[str, str]:
         program.kind: program.text,
         "bundle": bundle_line(plan.bundle).removeprefix("bundle "),
         "allocator": job["alloc_conf"] or "nothing asked",
-        "devices": ", ".join(job["devices"]) or "none",
+        "devices": devices_text(job["devices"]),
         "variables": ", ".join(sorted(job["env"])) or "none",
         "secrets": ", ".join(f"{name} from {source}" for name, source in job["secrets"].items()) or "none",
         "timeout": "none" if job["timeout_s"] is None else f"{job['timeout_s']:g} s",

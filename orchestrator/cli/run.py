@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from orchestrator.cli.options import (
     open_workspace,
     program_options,
     run_argument,
+    share_option,
+    wait_option,
 )
 from orchestrator.cli.plans import bundle_line, plan_json, plan_text
 from orchestrator.cli.terminal import Screen, show
@@ -35,7 +38,7 @@ from orchestrator.following import Watcher
 from orchestrator.inventory import Host
 from orchestrator.lifecycle import State
 from orchestrator.log_lines import LineAssembler
-from orchestrator.log_view import render
+from orchestrator.log_view import render, waiting_note
 from orchestrator.remote import Started
 from orchestrator.run_folder import Record
 from orchestrator.text import counted, quoted
@@ -51,6 +54,8 @@ from orchestrator.workspace import Workspace
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a parameter; repeatable."
 )
 @program_options
+@wait_option
+@share_option
 @detach_option
 @dry_run_option
 @inventory_option
@@ -61,6 +66,8 @@ def run(
     host_names: tuple[str, ...],
     profile: str | None,
     overrides: tuple[str, ...],
+    waits_for_cards: bool,
+    shares_cards: bool,
     detach: bool,
     dry_run: bool,
     inventory: Path | None,
@@ -90,6 +97,7 @@ def run(
         else:
             _refuse_for_experiment(experiment, args, typed)
             loaded = load_experiment(experiment, profile=profile, overrides=overrides)
+        loaded = replace(loaded, waits_for_cards=waits_for_cards, shares_cards=shares_cards)
         if loaded.matrix is not None or len(hosts) > 1:
             from orchestrator.cli.group import run_group  # noqa: PLC0415  (a single run has no use for it)
 
@@ -207,6 +215,8 @@ def _show_records(watcher: RunWatcher, records: Iterable[Record]) -> None:
     screen = watcher.screen
     lines = LineAssembler(host=watcher.host, run_id=watcher.run_id)
     for record in records:
+        if (note := waiting_note(record, watcher.run_id)) is not None:
+            screen.note(note)
         for line in lines.feed(record):
             screen.line(render(line, colour=screen.colour, columns=screen.columns))
     for line in lines.flush():

@@ -106,7 +106,8 @@ def _supervise(
             "start", identity=me, python=sys.version.split()[0], executable=sys.executable, subreaper=reaps
         )
         place = cgroups.place(run.run_id)  # noted before it is made: whoever finds the run finds it too
-        run.change_state("waiting" if job.get("turn") else "running", identity=me, cgroup=place)
+        has_to_wait = job.get("turn") or job["devices"]
+        run.change_state("waiting" if has_to_wait else "running", identity=me, cgroup=place)
         cgroup = cgroups.make(place)
         if cgroup != place:
             run.change_state(run.state["state"], cgroup=None)

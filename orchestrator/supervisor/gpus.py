@@ -1,14 +1,24 @@
-"""Which NVIDIA cards this host has, and which of them a run asked for.
+"""Which NVIDIA cards this host has, how they stand, and which of them a run asks for.
 
-Cards are asked by index (in PCI bus order, as nvidia-smi counts) or by UUID, and pinned by UUID, so that
-``CUDA_VISIBLE_DEVICES`` means the same card whatever else is set. Reads nvidia-smi.
+Cards are asked by index (in PCI bus order, as nvidia-smi counts), by UUID, or as a number of cards with so
+much free memory; they are pinned by UUID, so that ``CUDA_VISIBLE_DEVICES`` means the same card whatever else
+is set. A MIG instance counts as a card of its own, asked by its UUID. Reads the driver's library, or
+nvidia-smi where that cannot be loaded.
 """
 
+import glob
+import re
 import subprocess
-from typing import Any, Dict, List, NamedTuple, Sequence
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 QUERY_TIMEOUT_S = 30.0
-_FIELDS = "index,uuid,name,memory.total,memory.used"
+BUSY_MIB = 1024  # idle cards show up to some hundred MiB of the driver's own
+DRIVER = "/proc/driver/nvidia"
+_FIELDS = "index,uuid,name,memory.total,memory.used,mig.mode.current"
+_INSTANCE = re.compile(r"\s+(MIG .*?)\s+Device\s+[0-9]+: \(UUID: (MIG-[^)]+)\)")
+_MIB = 1024 * 1024
+
+Holder = Tuple[int, Optional[int]]
 
 
 class DeviceError(Exception):
@@ -16,54 +26,106 @@ class DeviceError(Exception):
 
 
 class Card(NamedTuple):
-    """One card; ``number`` in PCI bus order, memory in MiB as nvidia-smi prints it."""
+    """One card, or one MIG instance of the card ``number``.
+
+    ``number`` in PCI bus order, memory in MiB, ``node`` the file under /dev that stands for it, where one is
+    known; ``processes`` as (pid, MiB or None) where the driver shows them. A card ``has_instances`` when it
+    is in MIG mode. ``fault``: why it does not answer; such a card has no UUID.
+    """
 
     number: int
     uuid: str
     name: str
     total_mib: int
     used_mib: int
+    node: Optional[str] = None
+    processes: Tuple[Holder, ...] = ()
+    is_instance: bool = False
+    has_instances: bool = False
+    fault: Optional[str] = None
+
+    @property
+    def free_mib(self) -> int:
+        """What nobody has in use."""
+        return self.total_mib - self.used_mib
+
+    def __str__(self) -> str:
+        """Returns it as a message names it."""
+        return "%d %s (%s)" % (self.number, self.name, self.uuid or self.fault)
+
+
+class Asked(NamedTuple):
+    """What a run asks for: cards by ``names``, or any ``number`` of cards with ``free_mib`` each."""
+
+    names: Tuple[str, ...] = ()
+    number: int = 0
+    free_mib: int = 0
+
+    @classmethod
+    def of(cls, devices: Any) -> "Optional[Asked]":
+        """Reads a job's ``devices``; None for no card."""
+        if isinstance(devices, Mapping):
+            return cls(number=devices["count"], free_mib=-(-(devices.get("free_bytes") or 0) // _MIB))
+        return cls(names=tuple(devices)) if devices else None
+
+    def candidates(self, present: Sequence[Card]) -> List[Card]:
+        """Returns the cards that can serve it at some time: those it names, in order, or all large enough.
+
+        Raises:
+            DeviceError: one is not there, does not answer, cannot be used as a whole or is asked twice; or
+                there will never be enough cards.
+        """
+        if self.names:
+            return _named(self.names, present)
+        fit = [
+            card
+            for card in present
+            if not (card.fault or card.has_instances or card.is_instance) and card.total_mib >= self.free_mib
+        ]
+        if len(fit) < self.number:
+            size = " of %s" % gib(self.free_mib) if self.free_mib else ""
+            asked = "%d card%s%s asked for" % (self.number, "" if self.number == 1 else "s", size)
+            raise DeviceError("%s; this host has: %s" % (asked, _listing(present)))
+        return fit
+
+    def occupied(self, card: Card) -> Optional[str]:
+        """Returns who is in the way on a card that no run of ours holds, None when nobody is.
+
+        Memory asked for is all that counts then; else every process does, and more memory in use than an idle
+        card has.
+        """
+        if self.free_mib:
+            if card.free_mib >= self.free_mib:
+                return None
+            return "has %s free of %s%s" % (gib(card.free_mib), gib(card.total_mib), _users(card))
+        if card.processes or card.used_mib > BUSY_MIB:
+            return "has %s in use%s" % (gib(card.used_mib), _users(card))
+        return None
+
+
+def gib(mib: int) -> str:
+    """Returns a size for a person."""
+    return "%.1f GiB" % (mib / 1024)
 
 
 def cards() -> List[Card]:
-    """Returns the host's cards in PCI bus order.
+    """Returns the host's cards in PCI bus order, MIG instances behind their card.
 
     Raises:
-        DeviceError: nvidia-smi is missing or fails; the message carries its own words.
+        DeviceError: there is no driver, or it does not answer; the message carries its own words.
     """
-    argv = ["nvidia-smi", "--query-gpu=" + _FIELDS, "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(
-            argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=QUERY_TIMEOUT_S, check=False
-        )
-    except FileNotFoundError as error:
-        raise DeviceError(
-            "nvidia-smi is not there: no NVIDIA driver, or not on PATH; 'devices: none' needs no card"
-        ) from error
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise DeviceError("nvidia-smi does not answer: %s" % error) from error
-    text = done.stdout.decode("utf-8", "replace")
-    if done.returncode != 0:
-        said = (text + done.stderr.decode("utf-8", "replace")).strip()
-        raise DeviceError("nvidia-smi failed with exit code %d: %s" % (done.returncode, said))
-    return [_card(line) for line in text.splitlines() if line.strip()]
+        from . import nvml  # noqa: PLC0415  (a stripped Python may lack ctypes, and few runs need it)
 
-
-def resolve(asked: Sequence[str], present: Sequence[Card]) -> List[Card]:
-    """Returns the cards that ``asked`` (indexes or UUIDs, as strings) names, in that order.
-
-    Raises:
-        DeviceError: one is not there, or is asked twice.
-    """
+        library = nvml.Nvml()
+    except Exception:  # noqa: BLE001  (whatever it is, nvidia-smi says it better)
+        return _from_nvidia_smi()
     found: List[Card] = []
-    for name in asked:
-        match = [card for card in present if name in (str(card.number), card.uuid)]
-        if not match:
-            have = ", ".join("%d %s (%s)" % (card.number, card.name, card.uuid) for card in present) or "none"
-            raise DeviceError("device %s is not there; this host has: %s" % (name, have))
-        if match[0] in found:
-            raise DeviceError("device %s is asked for twice" % name)
-        found.append(match[0])
+    for number, handle in enumerate(library.handles()):
+        if isinstance(handle, Exception):
+            found.append(Card(number, "", "", 0, 0, fault=str(handle)))
+        else:
+            found += _from_nvml(library, number, handle)
     return found
 
 
@@ -81,17 +143,176 @@ def as_record(chosen: Sequence[Card]) -> List[Dict[str, Any]]:
     ]
 
 
+def _named(names: Sequence[str], present: Sequence[Card]) -> List[Card]:
+    found: List[Card] = []
+    for name in names:
+        match = [
+            card
+            for card in present
+            if name == card.uuid or (name == str(card.number) and not card.is_instance)
+        ]
+        if not match:
+            raise DeviceError("device %s is not there; this host has: %s" % (name, _listing(present)))
+        card = match[0]
+        if card.fault:
+            raise DeviceError(
+                "device %s does not answer: %s; see the kernel's log there (dmesg)" % (name, card.fault)
+            )
+        if card.has_instances:
+            own = [other.uuid for other in present if other.is_instance and other.number == card.number]
+            raise DeviceError(
+                "device %s is in MIG mode: ask for one of its instances: %s"
+                % (name, ", ".join(own) or "there is none yet, see nvidia-smi mig")
+            )
+        if card in found:
+            raise DeviceError("device %s is asked for twice" % name)
+        found.append(card)
+    return found
+
+
+def _listing(present: Sequence[Card]) -> str:
+    return ", ".join(map(str, present)) or "none"
+
+
+def _users(card: Card) -> str:
+    """Names the processes on a card, as far as this host shows them."""
+    from . import processes  # noqa: PLC0415
+
+    named = []
+    for pid, used_mib in card.processes:
+        words = processes.command_line(pid)
+        size = "" if used_mib is None else ", %s" % gib(used_mib)
+        named.append("pid %d%s%s" % (pid, " (%s)" % words[0] if words else "", size))
+    return ": %s" % "; ".join(named) if named else ""
+
+
+def _from_nvml(library: Any, number: int, handle: Any) -> List[Card]:
+    card = _read(library, number, handle)
+    if card.fault or not library.has_instances(handle):
+        return [card]
+    minor = library.minor(handle)
+    instances = []
+    for instance in library.instances(handle):
+        gpu_id, compute_id = library.instance_ids(instance)
+        access = "%s/capabilities/gpu%d/mig/gi%d/ci%d/access" % (DRIVER, minor, gpu_id, compute_id)
+        cap = _stated(access, "DeviceFileMinor")
+        node = None if cap is None else "/dev/nvidia-caps/nvidia-cap%s" % cap
+        instances.append(_read(library, number, instance)._replace(node=node, is_instance=True))
+    return [card._replace(has_instances=True), *instances]
+
+
+def _read(library: Any, number: int, handle: Any) -> Card:
+    from .nvml import NvmlError  # noqa: PLC0415
+
+    try:
+        total_mib, used_mib = library.memory_mib(handle)
+        uuid = library.uuid(handle)
+        name = library.name(handle)
+    except NvmlError as error:
+        return Card(number, "", "", 0, 0, fault=str(error))
+    try:
+        node: Optional[str] = "/dev/nvidia%d" % library.minor(handle)
+    except NvmlError:
+        node = None
+    try:
+        users = library.processes(handle)
+    except NvmlError:
+        users = ()
+    return Card(number, uuid, name, total_mib, used_mib, node, users)
+
+
+def _from_nvidia_smi() -> List[Card]:
+    rows = [_card(line) for line in _nvidia_smi("--query-gpu=" + _FIELDS, "--format=csv,noheader,nounits")]
+    nodes, users = _nodes(), _compute_apps()
+    found = [row._replace(node=nodes.get(row.uuid), processes=users.get(row.uuid, ())) for row in rows]
+    if any(card.has_instances for card in found):
+        found = _with_instances(found)
+    return found
+
+
+def _nvidia_smi(*arguments: str) -> List[str]:
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", *arguments],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=QUERY_TIMEOUT_S,
+            check=False,
+        )
+    except FileNotFoundError as error:
+        raise DeviceError(
+            "nvidia-smi is not there: no NVIDIA driver, or not on PATH; 'devices: none' needs no card"
+        ) from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise DeviceError("nvidia-smi does not answer: %s" % error) from error
+    text = done.stdout.decode("utf-8", "replace")
+    if done.returncode != 0:
+        said = (text + done.stderr.decode("utf-8", "replace")).strip()
+        raise DeviceError("nvidia-smi failed with exit code %d: %s" % (done.returncode, said))
+    return [line for line in text.splitlines() if line.strip()]
+
+
+def _compute_apps() -> Dict[str, Tuple[Holder, ...]]:
+    """Returns the processes by card; a list that cannot be had hides none: the memory in use shows them."""
+    found: Dict[str, Tuple[Holder, ...]] = {}
+    try:
+        lines = _nvidia_smi("--query-compute-apps=gpu_uuid,pid,used_memory", "--format=csv,noheader,nounits")
+    except DeviceError:
+        return found
+    for line in lines:
+        fields = [field.strip() for field in line.split(",")]
+        if len(fields) == 3 and fields[1].isdigit():
+            used = int(fields[2]) if fields[2].isdigit() else None
+            found[fields[0]] = (*found.get(fields[0], ()), (int(fields[1]), used))
+    return found
+
+
+def _nodes() -> Dict[str, str]:
+    """Returns /dev/nvidiaN by UUID, as the driver tells under /proc."""
+    found = {}
+    for path in glob.glob(glob.escape(DRIVER) + "/gpus/*/information"):
+        uuid, minor = _stated(path, "GPU UUID"), _stated(path, "Device Minor")
+        if uuid and minor:
+            found[uuid] = "/dev/nvidia" + minor
+    return found
+
+
+def _stated(path: str, key: str) -> Optional[str]:
+    """Returns what a file of lines ``key: value`` says of a key."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            for line in file:
+                name, colon, value = line.partition(":")
+                if colon and name.strip() == key:
+                    return value.strip()
+    except OSError:
+        pass
+    return None
+
+
+def _with_instances(found: Sequence[Card]) -> List[Card]:
+    """Puts behind each card its MIG instances, of which ``nvidia-smi -L`` tells neither memory nor processes:
+    whether one is free their leases alone say.
+    """
+    by_number: Dict[int, List[Card]] = {}
+    number = -1
+    for line in _nvidia_smi("-L"):
+        card = re.match(r"GPU ([0-9]+):", line)
+        instance = _INSTANCE.match(line)
+        if card:
+            number = int(card.group(1))
+        elif instance:
+            entry = Card(number, instance.group(2), instance.group(1), 0, 0, is_instance=True)
+            by_number.setdefault(number, []).append(entry)
+    return [each for card in found for each in (card, *by_number.get(card.number, ()))]
+
+
 def _card(line: str) -> Card:
     fields = [field.strip() for field in line.split(",")]
     try:
-        index, uuid, name, total, used = (
-            int(fields[0]),
-            fields[1],
-            ",".join(fields[2:-2]),
-            fields[-2],
-            fields[-1],
-        )
-        return Card(index, uuid, name, _mib(total), _mib(used))
+        index, uuid, total, used, mig = (int(fields[0]), fields[1], *fields[-3:])
+        name = ", ".join(fields[2:-3])
+        return Card(index, uuid, name, _mib(total), _mib(used), has_instances=mig == "Enabled")
     except (IndexError, ValueError) as error:
         raise DeviceError("nvidia-smi printed a line that cannot be read: %r" % line) from error
 

@@ -16,11 +16,13 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 from . import environment, gpus, processes, program, store
 from .ending import Ending, Why
 from .intake import Control, Events
+from .leases import Leases
 from .masks import Masks
 from .program import Refused
 from .pump import Pump
 from .records import DiskFull, RecordWriter
 from .rundir import RunDir
+from .sampling import Sampler, Strangers
 from .tree import Tree
 from .turns import Turn
 
@@ -30,6 +32,7 @@ SCAN_S = 0.1
 GRACE_S = 10.0
 PROC = "main"
 MAX_NAMED = 20
+CARDS_PAUSE_S = 1.0
 LAST_READS = 64  # a pipe holds less; a process that could not be ended may write into it for ever
 
 
@@ -64,6 +67,11 @@ class Job:
         self._events: Optional[Events] = None
         turn = job.get("turn")
         self._turn = Turn(run, turn) if turn else None  # runs that are started in order queue up in order
+        self._leases: Optional[Leases] = None
+        if self._turn is None:
+            self._queue_for_cards()
+        self._sampler: Optional[Sampler] = None
+        self._strangers = Strangers(self._tree.members)
         self._asked: Dict[str, str] = {}
         self._pid = 0
         self._main_end: Optional[Tuple[int, Any]] = None
@@ -80,8 +88,9 @@ class Job:
         try:
             self._wake_on_signals()
             self._watch(self._control)
-            if self._wait_for_turn():
-                self._start()
+            cards = self._wait_for_cards() if self._wait_for_turn() else None
+            if cards is not None:
+                self._start(cards)
                 self._loop()
             self._finish()
         except Refused as error:
@@ -95,8 +104,10 @@ class Job:
             self._abandon("the supervisor failed: %s: %s" % (type(error).__name__, error))
             raise
         finally:
-            if self._turn is not None and not self._ending.left:  # else it is free when they are gone
-                self._turn.leave()
+            if not self._ending.left:  # else turn and cards are free when they are gone
+                for place in (self._turn, self._leases):
+                    if place is not None:
+                        place.leave()
             self._tree.forget()
 
     # Starting
@@ -114,12 +125,49 @@ class Job:
                 if self._ending.is_stopping:
                     return False
         self._writer.write("turn", waited_s=round(time.monotonic() - began, 3))
-        self._run.change_state("running")
+        self._queue_for_cards()
         return True
 
-    def _start(self) -> None:
+    def _queue_for_cards(self) -> None:
+        if self._job["devices"]:
+            self._leases = Leases(self._run, self._job["devices"], bool(self._job.get("shares_cards")))
+
+    def _wait_for_cards(self) -> Optional[List[gpus.Card]]:
+        """Returns the cards once the run has them, None when it is stopped before."""
+        chosen: List[gpus.Card] = []
+        if self._leases is not None:
+            began, told = time.monotonic(), None
+            while not chosen:
+                chosen = self._try_take(self._leases)
+                obstacles = {} if chosen else dict(self._leases.obstacles)
+                if obstacles and obstacles.keys() != told:
+                    told = obstacles.keys()
+                    said = list(obstacles.values())[:MAX_NAMED]
+                    self._writer.write("cards_awaited", obstacles=said)
+                    self._run.change_state("waiting", obstacles=said)
+                look_again_at = time.monotonic() + CARDS_PAUSE_S
+                while not chosen and time.monotonic() < look_again_at:
+                    self._step(look_again_at - time.monotonic())
+                    if self._ending.is_stopping:
+                        return None
+            waited_s = round(time.monotonic() - began, 3)
+            self._writer.write("cards", cards=gpus.as_record(chosen), waited_s=waited_s)
+        if self._turn is not None or self._leases is not None:
+            self._run.change_state("running", cards=[str(card) for card in chosen], obstacles=[])
+        return chosen
+
+    def _try_take(self, leases: Leases) -> List[gpus.Card]:
+        try:
+            chosen = leases.try_take(gpus.cards())
+        except gpus.DeviceError as error:
+            raise Refused(str(error)) from error
+        if not chosen and self._job.get("waits_for_cards") is False:
+            said = "; ".join(obstacle.says for obstacle in leases.obstacles)
+            raise Refused("%s; without --no-wait it waits, with --share it runs all the same" % said)
+        return chosen
+
+    def _start(self, chosen: List[gpus.Card]) -> None:
         cwd = self._working_folder()
-        chosen = self._choose_devices()
         container, hidden = self._container_env()
         events_read, events_write = os.pipe()
         self._asked = environment.build(
@@ -132,7 +180,8 @@ class Job:
             container=container,
         )
         argv = program.argv(self._job, self._run, self._entries)
-        inherited = [events_write] if self._turn is None else [events_write, self._turn.fd]
+        inherited = [events_write, *([] if self._turn is None else [self._turn.fd])]
+        inherited += [] if self._leases is None else self._leases.fds
         try:
             child = program.spawn(argv, cwd, self._asked, inherited, self._tree.cgroup)
         finally:
@@ -150,14 +199,9 @@ class Job:
         self._watch(self._events)
         timeout_s = self._job.get("timeout_s")
         self._timeout_at = time.monotonic() + timeout_s if timeout_s else None
-
-    def _choose_devices(self) -> List[gpus.Card]:
-        if not self._job["devices"]:
-            return []
-        try:
-            return gpus.resolve(self._job["devices"], gpus.cards())
-        except gpus.DeviceError as error:
-            raise Refused(str(error)) from error
+        if chosen:
+            self._sampler = Sampler([card.uuid for card in chosen], self._record_sample)
+            self._watch(self._sampler)
 
     def _container_env(self) -> Tuple[Dict[str, str], List[str]]:
         if not self._job.get("import_container_env"):
@@ -207,7 +251,12 @@ class Job:
         self._pumps.append(pump)
         self._watch(pump)
 
-    def _watch(self, source: Union[Control, Events, Pump]) -> None:
+    def _record_sample(self, sample: Dict[str, Any]) -> None:
+        self._writer.write("gpus", **sample)
+        for stranger in self._strangers.new_in(sample.get("cards", ())):
+            self._writer.write("stranger", **stranger)
+
+    def _watch(self, source: Union[Control, Events, Pump, Sampler]) -> None:
         """Has the loop read ``source`` whenever there is something, until it closes its descriptor."""
         fd = source.fd
 
@@ -333,6 +382,8 @@ class Job:
             pump.close()
         if self._events is not None:
             _read_out(self._events)
+        if self._sampler is not None:
+            self._sampler.stop()
         code, number = _exit(self._main_end[0]) if self._main_end else (None, None)
         changed = store.changed_files(self._run.code, self._entries)
         if changed:

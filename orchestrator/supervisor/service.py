@@ -127,12 +127,15 @@ class Service:
 
     def _status(self, run_id: str) -> Dict[str, Any]:
         run = RunDir(self._root, run_id)
-        is_alive = run.is_alive
+        is_alive, state = run.is_alive, run.state
+        is_waiting = is_alive and state.get("state") == "waiting"
         return {
             "exists": run.exists,
             "started": run.has_started,
             "alive": is_alive,
-            "waiting": is_alive and run.state.get("state") == "waiting",
+            "waiting": is_waiting,
+            "obstacles": state.get("obstacles", []) if is_waiting else [],
+            "cards": state.get("cards", []) if is_alive and not is_waiting else [],
             "silent_s": run.silent_s,
             "stopped": run.is_stopped,
             "rebooted": run.was_rebooted,

@@ -14,6 +14,7 @@ from typing import Any, Dict, List
 
 from orchestrator.supervisor import processes, store, wire
 from orchestrator.supervisor.seals import SealChecker
+from tests.supervisor.cards import ScriptedCards
 from tests.supervisor.host import HostCase, of_kind, printed, stream_bytes
 
 
@@ -231,22 +232,19 @@ class EndingTest(HostCase):
         self.assertEqual(of_kind(records, "spawn"), [])
 
     def test_cards_are_pinned_by_uuid_as_nvidia_smi_lists_them(self) -> None:
-        tools = os.path.join(self.base, "tools")
-        os.mkdir(tools)
-        script = os.path.join(tools, "nvidia-smi")
-        with open(script, "w", encoding="utf-8") as file:
-            file.write(
-                "#!/bin/sh\ncat <<'X'\n0, GPU-aa, NVIDIA H200, 143771, 0\n"
-                "1, GPU-bb, NVIDIA, Odd Name, 143771, 73000\nX\n"
-            )
-        os.chmod(script, 0o755)
-        env = dict(os.environ, PATH=tools + ":" + os.environ["PATH"])
+        cards = ScriptedCards(os.path.join(self.base, "tools"), 2)
+        cards.show(
+            text="0, GPU-aa, NVIDIA H200, 143771, 0, N/A\n1, GPU-bb, NVIDIA, Odd Name, 143771, 300, N/A\n"
+        )
         code = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
-        records = self.records(self.start(code, devices=["1", "GPU-aa"], host_env=env))
+        records = self.records(self.start(code, devices=["1", "GPU-aa"], host_env=cards.env))
         self.assertEqual(stream_bytes(records, "stdout"), b"GPU-bb,GPU-aa\n")
         devices = of_kind(records, "spawn")[0]["devices"]
-        self.assertEqual([device["used_mib"] for device in devices], [73000, 0])
-        records = self.records(self.start(code, devices=["2"], host_env=env))
+        self.assertEqual(
+            [(device["name"], device["used_mib"]) for device in devices],
+            [("NVIDIA, Odd Name", 300), ("NVIDIA H200", 0)],
+        )
+        records = self.records(self.start(code, devices=["2"], host_env=cards.env))
         self.assertRegex(self.end(records)["reason"], "device 2 is not there.*0 NVIDIA H200")
 
     def test_a_run_survives_the_end_of_its_channel(self) -> None:

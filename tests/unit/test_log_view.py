@@ -21,7 +21,7 @@ from orchestrator.errors import ProtocolError
 from orchestrator.log_lines import LineAssembler, LogLine, select
 from orchestrator.log_tail import tail
 from orchestrator.log_text import LINE_LIMIT_BYTES, LineText
-from orchestrator.log_view import line_json, render, turn_note
+from orchestrator.log_view import line_json, render, waiting_note
 
 RUN = "k3m9x2qa7bcd"
 ESC = "\x1b"
@@ -458,7 +458,7 @@ def test_runs_differ_in_colour_and_their_streams_do_not() -> None:
 
 def test_who_waits_and_for_whom_is_said() -> None:
     queued = {"kind": "queued", "queue": "g-1", "place": 2, "ahead": ["run1", "run2"]}
-    assert turn_note(queued, RUN) == f"run {RUN} waits for its turn in g-1, behind run1, run2"
-    assert turn_note({"kind": "turn", "waited_s": 12.3}, RUN) == f"the turn of run {RUN} came after 12 s"
-    assert turn_note({"kind": "spawn"}, RUN) is None
-    assert turn_note({"kind": "queued"}, RUN) is not None  # a host may say anything
+    assert waiting_note(queued, RUN) == f"run {RUN} waits for its turn in g-1, behind run1, run2"
+    assert waiting_note({"kind": "turn", "waited_s": 12.3}, RUN) == f"the turn of run {RUN} came after 12 s"
+    assert waiting_note({"kind": "spawn"}, RUN) is None
+    assert waiting_note({"kind": "queued"}, RUN) is not None  # a host may say anything
