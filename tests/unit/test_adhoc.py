@@ -8,6 +8,7 @@ import pytest
 from orchestrator.adhoc import ProgramOptions, command_experiment, script_experiment
 from orchestrator.errors import UsageError
 from orchestrator.experiment import Expectation
+from orchestrator.fields import CardCount
 
 ALL = ProgramOptions(
     devices="0,GPU-00000000-0000-0000-0000-000000000000",
@@ -71,6 +72,8 @@ def test_whatever_a_command_is_called_its_run_has_a_name(program: str) -> None:
     [
         ({"devices": "cuda:0"}, "--devices: 'cuda:0' is no device"),
         ({"devices": "0,0"}, "--devices: 0 is listed twice"),
+        ({"devices": "count=two"}, "--devices: count must be a number of cards"),
+        ({"devices": "count=2,free=1GiB"}, "--devices: unknown key 'free'"),
         ({"alloc_conf": "expandable:1"}, "--alloc-conf: 'expandable'"),
         ({"env": ("A",)}, "--env 'A' must be NAME=VALUE"),
         ({"env": ("CUDA_VISIBLE_DEVICES=0",)}, "--env 'CUDA_VISIBLE_DEVICES': is set by orch"),
@@ -99,3 +102,8 @@ def test_no_script_and_an_argument_that_is_no_text_are_refused(tmp_path: Path) -
         script_experiment(tmp_path / "x.py", [], ProgramOptions(), project=tmp_path)
     with pytest.raises(UsageError, match="not UTF-8"):
         command_experiment(["x", "\udcff"], ProgramOptions())
+
+
+def test_a_number_of_cards_can_be_typed() -> None:
+    found = command_experiment(["true"], ProgramOptions(devices="count=2,free_memory=90GiB"))
+    assert found.devices == CardCount(count=2, free_bytes=90 * 1024**3)

@@ -6,9 +6,12 @@ import pytest
 
 from orchestrator.errors import UsageError
 from orchestrator.fields import (
+    CardCount,
     Secret,
     check_module,
     check_variable,
+    devices_json,
+    devices_text,
     parse_device,
     parse_devices,
     parse_duration,
@@ -195,8 +198,8 @@ def test_a_name_from_inside_a_process_is_refused_with_the_index(device: str) -> 
         parse_device(device)
 
 
-@pytest.mark.parametrize("devices", [5, "5", [], None, {"a": 1}, "all", True])
-def test_devices_must_be_none_or_a_list(devices: object) -> None:
+@pytest.mark.parametrize("devices", [5, "5", [], None, "all", True])
+def test_devices_must_be_none_a_list_or_a_mapping(devices: object) -> None:
     with pytest.raises(UsageError, match="list of indexes"):
         parse_devices(devices)
 
@@ -207,9 +210,36 @@ def test_a_device_listed_twice_is_refused() -> None:
 
 
 @pytest.mark.parametrize("device", [GPU.replace("GPU", "MIG"), f"MIG-{GPU}/7/0"])
-def test_a_part_of_a_card_is_refused_with_what_can_be_chosen(device: str) -> None:
-    with pytest.raises(UsageError, match="MIG instances cannot be chosen yet; use a card's index or UUID"):
-        parse_device(device)
+def test_a_part_of_a_card_is_chosen_by_its_uuid(device: str) -> None:
+    assert parse_device(device) == device
+
+
+@pytest.mark.parametrize(
+    ("value", "count", "text"),
+    [
+        ({"count": 2}, CardCount(count=2), "any 2"),
+        (
+            {"count": 1, "free_memory": "90GiB"},
+            CardCount(count=1, free_bytes=90 * 1024**3),
+            "any 1 with 90 GiB free",
+        ),
+    ],
+)
+def test_a_number_of_cards_stands_in_a_job_and_reads_as_what_was_asked(
+    value: object, count: CardCount, text: str
+) -> None:
+    assert parse_devices(value) == count
+    assert devices_text(devices_json(count)) == text
+
+
+def test_devices_of_a_job_that_others_wrote_are_text_all_the_same() -> None:
+    assert [devices_text(stated) for stated in (None, [], ["0", 1], {"count": None}, 7)] == [
+        "none",
+        "none",
+        "0, 1",
+        "any None",
+        "none",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,8 @@ def test_a_job_says_all_that_a_host_and_a_verdict_need() -> None:
         "secrets": {},
         "alloc_conf": "expandable_segments:True",
         "devices": ["5"],
+        "waits_for_cards": True,
+        "shares_cards": False,
         "timeout_s": 600.0,
         "grace_s": 10.0,
         "on_disk_full": "wait",

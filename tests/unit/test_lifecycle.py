@@ -14,6 +14,7 @@ from orchestrator.experiment import EXPECTABLE, Bounds, Expectation
 from orchestrator.lifecycle import (
     MOST_NOTES,
     TRANSITIONS,
+    CardUse,
     Outcome,
     State,
     check_transition,
@@ -225,6 +226,41 @@ def test_outcome_gathers_what_the_process_reported_piece_by_piece() -> None:
     assert (outcome.metrics["loss"], outcome.metrics["grad"]) == (2.5, math.inf)
     assert math.isnan(outcome.metrics["note"])
     assert (outcome.state, outcome.oom_kill) == (State.SUCCEEDED, None)
+
+
+def test_samples_of_a_card_are_summed_up_whatever_is_missing_in_them() -> None:
+    def sample(used_mib: object, percent: object, degrees: object) -> dict[str, Any]:
+        told = {"used_mib": used_mib, "utilisation_percent": percent, "temperature_c": degrees}
+        return {"kind": "gpus", "cards": [{"uuid": "GPU-1", **told}, "no card"]}
+
+    outcome = outcome_of([sample(1024, 10, 40), sample(2048, None, 61), sample("?", 90, None)])
+    assert outcome.card_use == (
+        CardUse(
+            uuid="GPU-1",
+            samples=3,
+            most_used_bytes=2 * 1024**3,
+            utilisation_percent=50.0,
+            most_temperature_c=61,
+        ),
+    )
+
+
+def test_strangers_and_cards_that_stop_answering_are_noted() -> None:
+    records: list[dict[str, Any]] = [
+        {"kind": "stranger", "uuid": "GPU-1", "pid": 7, "argv": ["python", "x.py"], "used_mib": 2048},
+        {"kind": "gpus", "fault": "GPU is lost"},
+    ]
+    assert outcome_of(records).notes == (
+        "another process used card GPU-1 meanwhile: 7 python x.py, 2.0 GiB",
+        "a card stopped answering while the run went on: GPU is lost",
+    )
+
+
+def test_a_number_of_cards_that_nobody_used_is_unproven() -> None:
+    job = {"alloc_conf": None, "devices": {"count": 2, "free_bytes": None}}
+    assert outcome_of([{"kind": "segment", "job": job}]).unproven == (
+        "devices any 2 were asked for, and no process used CUDA",
+    )
 
 
 def test_outcome_keeps_every_mismatch_whichever_record_told_it() -> None:

@@ -460,5 +460,14 @@ def test_who_waits_and_for_whom_is_said() -> None:
     queued = {"kind": "queued", "queue": "g-1", "place": 2, "ahead": ["run1", "run2"]}
     assert waiting_note(queued, RUN) == f"run {RUN} waits for its turn in g-1, behind run1, run2"
     assert waiting_note({"kind": "turn", "waited_s": 12.3}, RUN) == f"the turn of run {RUN} came after 12 s"
+    awaited = {
+        "kind": "cards_awaited",
+        "obstacles": ["card 0 is held by run r1", "card 1 has 9.0 GiB in use"],
+    }
+    assert waiting_note(awaited, RUN) == (
+        f"run {RUN} waits for its cards: card 0 is held by run r1; card 1 has 9.0 GiB in use"
+    )
+    assert waiting_note({"kind": "cards", "waited_s": 61.0}, RUN) == f"run {RUN} has its cards after 61 s"
+    assert waiting_note({"kind": "cards", "waited_s": 0.04}, RUN) is None
     assert waiting_note({"kind": "spawn"}, RUN) is None
     assert waiting_note({"kind": "queued"}, RUN) is not None  # a host may say anything

@@ -16,7 +16,7 @@ from rich.console import Console, RenderableType
 
 from orchestrator.inventory import Host
 from orchestrator.ledger import RunRow
-from orchestrator.lifecycle import Device, Outcome, Peak, State, Verdict
+from orchestrator.lifecycle import CardUse, Device, Outcome, Peak, State, Verdict
 from orchestrator.views import host_json, hosts_table, run_json, runs_table, summary, summary_json
 
 GIB = 1024**3
@@ -86,6 +86,20 @@ def text_of(renderable: RenderableType, *, width: int = 200, colour: bool = Fals
 
 def row_of(text: str, label: str) -> str:
     return next(line for line in text.splitlines() if line.startswith(label))
+
+
+def test_what_cards_did_stands_below_what_was_asked() -> None:
+    use = CardUse(
+        uuid="GPU-77",
+        samples=6,
+        most_used_bytes=74 * GIB,
+        utilisation_percent=97.4,
+        most_temperature_c=61,
+    )
+    row = replace(ROW, job=JOB | {"devices": {"count": 1, "free_bytes": 90 * GIB}, "shares_cards": True})
+    text = text_of(summary(row, replace(OUTCOME, card_use=(use,)), VERDICT))
+    assert "asked: any 1 with 90 GiB free, shared with whoever has them" in row_of(text, "devices")
+    assert "GPU-77: at most 74.00 GiB in use, 97 % busy on average, at most 61 °C, in 6 samples" in text
 
 
 def test_what_never_started_took_no_time() -> None:
