@@ -108,7 +108,7 @@ def _devices(asked: str, seen: List[Any]) -> List[str]:
     if len(expected) == len(got) and all(
         uuid in (wanted, "None") or wanted.startswith("MIG-") for wanted, uuid in zip(expected, got)
     ):
-        return []  # torch before 2.4 tells no UUID, and of a MIG instance perhaps its card's: the count must do
+        return []  # torch before 2.4 tells no UUID, of a MIG instance perhaps its card's: the count must do
     return ["devices: asked for %s, the process sees %s" % (expected, got)]
 
 

@@ -49,8 +49,13 @@ class Card(NamedTuple):
         """What nobody has in use."""
         return self.total_mib - self.used_mib
 
+    @property
+    def label(self) -> str:
+        """Its number and name, and of an instance, of which a card has several alike, the UUID."""
+        return "%d (%s%s)" % (self.number, self.name, " " + self.uuid if self.is_instance else "")
+
     def __str__(self) -> str:
-        """Returns it as a message names it."""
+        """Returns it as a listing names it."""
         return "%d %s (%s)" % (self.number, self.name, self.uuid or self.fault)
 
 

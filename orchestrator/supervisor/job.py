@@ -153,7 +153,7 @@ class Job:
             waited_s = round(time.monotonic() - began, 3)
             self._writer.write("cards", cards=gpus.as_record(chosen), waited_s=waited_s)
         if self._turn is not None or self._leases is not None:
-            self._run.change_state("running", cards=[str(card) for card in chosen], obstacles=[])
+            self._run.change_state("running", cards=[card.label for card in chosen], obstacles=[])
         return chosen
 
     def _try_take(self, leases: Leases) -> List[gpus.Card]:

@@ -114,21 +114,22 @@ class Leases:
     def _obstacle(self, card: Card, is_ours: bool, reserved: Dict[str, str]) -> Optional[Obstacle]:
         if not is_ours:
             holder = self._holder(card)
-            return Obstacle("%s %s" % (card.uuid, holder), "card %s is held by %s" % (card, holder))
+            return Obstacle("%s %s" % (card.uuid, holder), "card %s is held by %s" % (card.label, holder))
         left = self._left_over(card)
         if left is not None:
             return Obstacle(
-                "%s %s" % (card.uuid, left), "card %s is still used by what is left of run %s" % (card, left)
+                "%s %s" % (card.uuid, left),
+                "card %s is still used by what is left of run %s" % (card.label, left),
             )
         if card.uuid in reserved:
             first = reserved[card.uuid]
             return Obstacle(
-                "%s %s" % (card.uuid, first), "card %s is for run %s, which came first" % (card, first)
+                "%s %s" % (card.uuid, first), "card %s is for run %s, which came first" % (card.label, first)
             )
         occupied = self._asked.occupied(card)
         if occupied is not None:
             pids = " ".join(str(pid) for pid, _ in card.processes)
-            return Obstacle("%s stranger %s" % (card.uuid, pids), "card %s %s" % (card, occupied))
+            return Obstacle("%s stranger %s" % (card.uuid, pids), "card %s %s" % (card.label, occupied))
         return None
 
     def _reserved(self, present: Sequence[Card]) -> Dict[str, str]:
