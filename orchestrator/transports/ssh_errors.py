@@ -16,13 +16,13 @@ from orchestrator.errors import (
 from orchestrator.text import printable
 from orchestrator.transports.host_keys import fingerprint
 
-__all__ = ["FOREIGN_ERRORS", "translate"]
+__all__ = ["FOREIGN_ERRORS", "NO_SUCH_CHANNEL", "translate"]
 
 FOREIGN_ERRORS = (paramiko.SSHException, OSError, EOFError)
 """All that a connection attempt or a channel raises; `TimeoutError` and socket errors are OSErrors."""
 
-_NOT_FORWARDED = 1  # SSH_OPEN_ADMINISTRATIVELY_PROHIBITED
-_UNKNOWN_CHANNEL = 3  # SSH_OPEN_UNKNOWN_CHANNEL_TYPE
+NO_SUCH_CHANNEL = (1, 3)
+"""The codes for a channel that a server does not allow: administratively prohibited, unknown type."""
 
 
 def translate(  # noqa: PLR0911  # a table
@@ -51,7 +51,7 @@ def translate(  # noqa: PLR0911  # a table
             return HostUnfit(f"{where} has no algorithm in common with orch: {text}", host=host)
         case paramiko.ssh_exception.MessageOrderError():
             return ProtocolError(f"{where} broke the order of the key exchange: {text}", host=host)
-        case paramiko.ChannelException() if error.code in (_NOT_FORWARDED, _UNKNOWN_CHANNEL):
+        case paramiko.ChannelException() if error.code in NO_SUCH_CHANNEL:
             return HostUnfit(
                 f"{where} does not allow this channel: {text}; see AllowTcpForwarding and MaxSessions in its "
                 "sshd_config",

@@ -24,7 +24,7 @@ from orchestrator.text import printable
 from orchestrator.transports.eager_auth import auth_publickey
 from orchestrator.transports.host_keys import HostKeyPolicy
 from orchestrator.transports.identities import Identities
-from orchestrator.transports.ssh_errors import FOREIGN_ERRORS, translate
+from orchestrator.transports.ssh_errors import FOREIGN_ERRORS, NO_SUCH_CHANNEL, translate
 
 __all__ = ["NO_EXIT_STATUS", "WINDOW_BYTES", "Hop"]
 
@@ -54,6 +54,7 @@ class Hop:
         policy: HostKeyPolicy,
         identities: Identities,
         proxy_command: str | None,
+        gateway: Hop | None = None,
     ) -> None:
         self.host = host
         self.where = where
@@ -61,6 +62,7 @@ class Hop:
         self._identities = identities
         self._policy = policy
         self._proxy_command = proxy_command
+        self._gateway = gateway
         self._proxy: _Proxy | None = None
         self._transport: _Transport | None = None
         self._socket: socket.socket | None = None
@@ -172,9 +174,16 @@ class Hop:
         return translate(
             error,
             host=self.host,
-            where=self.where,
+            where=self._blamed(error),
             next_step="check that it is up, and 'address:' and 'port:' in inventory.yaml or ssh_config",
         )
+
+    def _blamed(self, error: Exception) -> str:
+        """Returns this server, and from where it was looked for; or the jump host that allows no tunnel."""
+        if self._gateway is None:
+            return self.where
+        is_forbidden = isinstance(error, paramiko.ChannelException) and error.code in NO_SUCH_CHANNEL
+        return self._gateway.where if is_forbidden else f"{self.where} from {self._gateway.where}"
 
 
 def _connect_tcp(address: str, port: int, timeout_s: float) -> socket.socket:

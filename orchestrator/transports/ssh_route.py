@@ -84,6 +84,7 @@ def _hop(host: Host, to: Jump, *, target: Host | None, gateway: Hop | None) -> H
         policy=policy,
         identities=identities,
         proxy_command=None if gateway else ssh_config.proxy_command(options),
+        gateway=gateway,
     )
 
 
