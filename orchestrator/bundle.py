@@ -9,7 +9,6 @@ each file. The bytes that were hashed are the bytes that were stored, whatever h
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -22,6 +21,7 @@ from io import BufferedReader
 from pathlib import Path
 
 from orchestrator.errors import PayloadRefused, StorageError, UnknownName
+from orchestrator.folders import make_private
 from orchestrator.payload_files import EXCLUDED, ShippedFile, check_sizes, find_files, is_excluded, read_file
 from orchestrator.provenance import Provenance, ask_git
 from orchestrator.text import check_name, did_you_mean, printable
@@ -238,7 +238,7 @@ class ObjectStore:
             if path.is_file() and (known := path.stat()).st_size == len(data):
                 os.utime(path, ns=(time.time_ns(), known.st_mtime_ns))  # `orch gc` keeps what was just used
                 return
-            _make_private(path.parent)
+            make_private(path.parent)
             _write_whole(path, data)
         except OSError as error:
             raise StorageError(f"cannot store {printable(str(path))}: {error.strerror}") from error
@@ -248,13 +248,6 @@ def _checked_id(text: str) -> str:
     if not re.fullmatch(r"[0-9a-f]{64}", text):
         raise UnknownName(f"{text!r} is no SHA-256")
     return text
-
-
-def _make_private(folder: Path) -> None:
-    if not folder.is_dir():
-        _make_private(folder.parent)
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir(mode=0o700)
 
 
 def _write_whole(path: Path, data: bytes) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from orchestrator.errors import StorageError
+from orchestrator.folders import make_private
 from orchestrator.supervisor.locks import take
 
 APPLICATION_ID = 0x6F726368  # "orch", in SQLite's file header
@@ -71,7 +72,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
 def use(path: Path) -> int:
     """Says that the ledger at ``path`` is in use for as long as the descriptor that it returns is open."""
     with translated(path):
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(path.parent)
         fd = os.open(_use_path(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(fd, fcntl.LOCK_SH)
         return fd
@@ -162,7 +163,7 @@ def _free_name(path: Path) -> Path:
 
 def _create(path: Path) -> None:
     """Makes an empty file that only its owner can read; SQLite gives its companions the same mode."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private(path.parent)
     with suppress(FileExistsError):
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
 

@@ -8,6 +8,7 @@ from typing import Self
 
 from orchestrator.bundle import ObjectStore
 from orchestrator.errors import StorageError, UsageError
+from orchestrator.folders import make_private
 from orchestrator.inventory import Inventory, find_inventory, load_inventory
 from orchestrator.ledger import Ledger
 from orchestrator.run_folder import RunFolder
@@ -26,7 +27,7 @@ def find_home(inventory: Path | None = None, home: Path | None = None) -> tuple[
     loaded = load_inventory(inventory or find_inventory(here))
     folder = (home or loaded.path.parent / ".orch").absolute()
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(folder)
     except OSError as error:
         raise StorageError(f"{folder}: cannot keep runs there: {error}; set ORCH_HOME") from error
     return loaded, folder
