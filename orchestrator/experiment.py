@@ -142,7 +142,7 @@ def load_experiment(path: Path, *, profile: str | None = None, overrides: Sequen
     if profile is not None and profile not in profiles:
         known = ", ".join(profiles) or "none"
         raise UnknownName(
-            f"{name}: no profile {profile!r}; known are {known}{did_you_mean(profile, profiles)}"
+            f"{name}: no profile {quoted(profile)}; known are {known}{did_you_mean(profile, profiles)}"
         )
     chosen = base if profile is None else profiles[profile]
     matrix = None
@@ -288,7 +288,7 @@ def _expectation(source: Source, expect: _Expect, here: tuple[Key, ...]) -> Expe
     for position, verdict in enumerate(given):
         if verdict not in EXPECTABLE:
             hint = did_you_mean(str(verdict), EXPECTABLE)
-            text = f"{verdict!r} is no verdict to expect: use {', '.join(EXPECTABLE)}{hint}"
+            text = f"{quoted(verdict)} is no verdict to expect: use {', '.join(EXPECTABLE)}{hint}"
             raise source.error(text, *here, "verdict", *([position] if is_list else []))
     metrics = {}
     for name, bounds in expect.metrics.items():

@@ -96,7 +96,7 @@ def check_module(module: str, *, payload: str) -> str:
     parts = module.split(".")
     if not all(part.isascii() and part.isidentifier() for part in parts):
         dotted = re.sub(r"\.py$", "", module).replace("/", ".")
-        hint = f"; write {dotted!r}" if "/" in module and dotted.replace(".", "").isidentifier() else ""
+        hint = f"; write {quoted(dotted)}" if "/" in module and dotted.replace(".", "").isidentifier() else ""
         raise UsageError(f"{quoted(module)} is no dotted module name{hint}")
     if parts[0] != payload:
         raise UsageError(

@@ -27,6 +27,10 @@ __all__ = ["INVENTORY_NAME", "Host", "Inventory", "find_inventory", "load_invent
 INVENTORY_NAME = "inventory.yaml"
 
 _DEFAULT_ROOT = "~/.orch"
+_LONGEST_PATH_BYTES = 1024  # a system opens none of more than 4096, and orch puts folders of its own below
+_LONGEST_ADDRESS = 253
+_HOST_NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
+_IPV6 = r"[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*(?:%[A-Za-z0-9._-]+)?"  # elsewhere % begins a token of ssh_config
 _SSH_ONLY = ("address", "port", "user", "identity", "host_key")
 _PROXMOX_ONLY = ("node", "vmid")
 _KEY_TYPES = (
@@ -89,7 +93,7 @@ class Inventory:
             return self.hosts[name]
         known = ", ".join(self.hosts)
         hint = did_you_mean(name, self.hosts)
-        raise UnknownName(f"no host {name!r} in {printable(str(self.path))}; known are {known}{hint}")
+        raise UnknownName(f"no host {quoted(name)} in {printable(str(self.path))}; known are {known}{hint}")
 
 
 def find_inventory(start: Path) -> Path:
@@ -244,40 +248,54 @@ def _address(text: str) -> str:
         raise UsageError("must be the host alone: the part before '@' goes to user:")
     if re.fullmatch(r"[^:]+:[0-9]{1,5}", text):
         raise UsageError("must be the host alone: the part after ':' goes to port:")
-    if not re.fullmatch(r"[A-Za-z0-9_:][A-Za-z0-9._:%-]{0,252}", text):
-        raise UsageError(f"{text!r} is no host name, IP address or ssh_config alias")
+    if len(text) > _LONGEST_ADDRESS or not re.fullmatch(rf"{_HOST_NAME}|{_IPV6}", text):
+        raise UsageError(f"{quoted(text)} is no host name, IP address or ssh_config alias")
     return text
 
 
 def _user(text: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9_.][A-Za-z0-9_.@+\\$-]{0,127}", text):
-        raise UsageError(f"{text!r} is no user name")
+    if not re.fullmatch(r"[A-Za-z0-9_.][A-Za-z0-9_.@+\\-]{0,126}\$?", text):
+        raise UsageError(f"{quoted(text)} is no user name")
     return text
 
 
 def _identity(text: str) -> str:
-    return check_text("a key file's path", text)
+    return _path("a key file's path", text)
 
 
 def _identity_path(text: str, folder: Path) -> Path:
     try:
         return folder / Path(text).expanduser()
     except RuntimeError:
-        raise UsageError(f"{text!r} begins with the home of a user who is not known here") from None
+        raise UsageError(f"{quoted(text)} begins with the home of a user who is not known here") from None
 
 
 def _python(text: str) -> str:
-    check_text("an interpreter's path", text)
-    if "/" in text and not text.startswith(("/", "~/")):
-        raise UsageError(f"{text!r} must be a name on PATH, or begin with '/' or '~/'")
+    """Accepts a path, or a name that is a program's for every log-in shell: no assignment, no pattern."""
+    _path("an interpreter's path", text)
+    if not text.startswith(("/", "~/")) and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._+-]*", text):
+        raise UsageError(f"{quoted(text)} must be a name on PATH, or begin with '/' or '~/'")
     return text
 
 
 def _folder(text: str) -> str:
-    check_text("a folder's path", text)
+    _path("a folder's path", text)
     if not text.startswith(("/", "~/")) or ".." in text.split("/") or not text.strip("/"):
-        raise UsageError(f"{text!r} must be a folder below '/' or '~/', without '..'")
+        raise UsageError(f"{quoted(text)} must be a folder below '/' or '~/', without '..'")
     return text.rstrip("/") or text
+
+
+def _searched_folder(text: str) -> str:
+    """Accepts a folder that becomes a part of PATH or PYTHONPATH."""
+    if ":" in text:
+        raise UsageError(f"{quoted(text)} must not hold ':', which parts the folders of a search path")
+    return _folder(text)
+
+
+def _path(kind: str, text: str) -> str:
+    if len(text.encode()) > _LONGEST_PATH_BYTES:
+        raise UsageError(f"{kind} must not be longer than {_LONGEST_PATH_BYTES} bytes, as {quoted(text)} is")
+    return check_text(kind, text)
 
 
 def _host_key(text: str) -> str:
@@ -301,7 +319,7 @@ _TEXT_CHECKS = {
     "identity": _identity,
     "host_key": _host_key,
     "python": _python,
-    "venv": _folder,
+    "venv": _searched_folder,
     "workdir": _folder,
-    "root": _folder,
+    "root": _searched_folder,
 }

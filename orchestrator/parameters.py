@@ -11,7 +11,7 @@ from typing import Any
 
 from orchestrator import yaml_source
 from orchestrator.errors import UsageError
-from orchestrator.text import did_you_mean
+from orchestrator.text import did_you_mean, quoted
 
 __all__ = [
     "check_declared",
@@ -75,7 +75,7 @@ def overridden(
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key:
-            raise UsageError(f"--set {override!r} must be key=value")
+            raise UsageError(f"--set {quoted(override)} must be key=value")
         if key in seen:
             raise UsageError(f"--set {key} is given twice")
         seen.add(key)
@@ -89,7 +89,7 @@ def overridden(
         try:
             result = with_value(result, key, value)
         except UsageError as error:
-            text = f"--set {key!r} names no parameter of the experiment (--set changes params alone)"
+            text = f"--set {quoted(key)} names no parameter of the experiment (--set changes params alone)"
             raise UsageError(f"{text}{error}") from None
     return result
 
@@ -108,7 +108,7 @@ def check_declared(params: Mapping[str, Any], name: str) -> str:
     try:
         with_value(params, name, None)
     except UsageError as error:
-        raise UsageError(f"{name!r} is not declared in the experiment's params{error}") from None
+        raise UsageError(f"{quoted(name)} is not declared in the experiment's params{error}") from None
     return name
 
 

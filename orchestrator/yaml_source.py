@@ -212,7 +212,7 @@ class _Reader:
             key = self._key(key_node, keys)
             if key in values:
                 first = self.lines[(*keys, key)].key
-                raise self._error(f"duplicate key {key!r}, first in line {first}", key_node, keys)
+                raise self._error(f"duplicate key {quoted(key)}, first in line {first}", key_node, keys)
             key_line = _line_of(key_node)
             line = _line_of(value_node) if isinstance(value_node, ScalarNode) else key_line
             self.lines[(*keys, key)] = _Lines(key=key_line, value=line)
