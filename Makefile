@@ -13,7 +13,7 @@ demo: venv  ## run the out-of-memory probe on this machine's CPU, to a printed v
 	.venv/bin/orch run experiments/oom_probe.yaml --host local --profile cpu
 
 test:  ## run the whole suite, the supervisor's tests on Python 3.8 too
-	@tools/setup.sh openssh-server faketime lxc gcc
+	@tools/setup.sh openssh-server faketime lxc gcc iproute2
 	@tools/supervisor-tests.sh
 	.venv/bin/python -m pytest
 

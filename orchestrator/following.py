@@ -232,7 +232,7 @@ class _Puller(threading.Thread):
                     self._folder.observe("unreachable", message=str(error))
                 was_cut = True
                 pause_s = next(pauses)
-                self._note(str(error), pause_s)
+                self._note(f"UNREACHABLE {error}", pause_s)
                 self._leaving.wait(pause_s)
             else:
                 return

@@ -1,9 +1,10 @@
 """A real OpenSSH server for tests: own port, own keys, own folder, ended by process id.
 
-It knows how to write an ``sshd_config``, run ``sshd -D`` on 127.0.0.1 and find the processes that serve
-its connections. What a test says to the server over ssh is the test's affair. Several can run side by
-side, one as the jump host of another. Log-ins are by ``client_key`` as the user who runs the tests;
-``HOME`` is an empty folder, so that nobody's shell start-up files take part.
+It knows how to write an ``sshd_config``, run ``sshd -D`` (on 127.0.0.1, or in a network namespace on an
+address there) and find the processes that serve its connections. What a test says to the server over ssh is
+the test's affair. Several can run side by side, one as the jump host of another. Log-ins are by
+``client_key`` as the user who runs the tests; ``HOME`` is an empty folder, so that nobody's shell start-up
+files take part.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def require_sshd() -> None:
 class Sshd:
     """One server; ``options`` are sshd_config lines that win over ours (``{"MaxStartups": "1:100:1"}``).
 
-    ``variables`` are those of its sessions besides ``HOME``.
+    ``variables`` are those of its sessions besides ``HOME``. ``enter`` is put before the server's own words:
+    what takes it into the namespace that has ``address``.
     """
 
     def __init__(
@@ -51,9 +53,11 @@ class Sshd:
         options: Mapping[str, str] | None = None,
         variables: Mapping[str, str] | None = None,
         key_types: Sequence[str] = ("ed25519",),
+        address: str = "127.0.0.1",
+        enter: Sequence[str] = (),
     ) -> None:
         self.folder = folder
-        self.address = "127.0.0.1"
+        self.address = address
         self.port = _free_port()
         self.user = getpass.getuser()
         self.client_key = folder / "client key"
@@ -61,6 +65,7 @@ class Sshd:
         self.log = folder / "sshd.log"
         self._key_types = tuple(key_types)
         self._options = dict(options or {})
+        self._enter = tuple(enter)
         self._variables = {"HOME": str(self.home), **(variables or {})}
         self._process: subprocess.Popen[bytes] | None = None
         self.home.mkdir(parents=True)
@@ -125,7 +130,7 @@ class Sshd:
         config.write_text(self._config())
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                [SSHD, "-D", "-e", "-f", config],
+                [*self._enter, SSHD, "-D", "-e", "-f", config],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -40,6 +40,7 @@ has_package() {
     case $1 in
         python3-venv) "$python" -c 'import ensurepip, venv' 2>/dev/null ;;
         openssh-server) PATH="$PATH:/usr/sbin" command -v sshd >/dev/null ;;
+        iproute2) [ "$(id -u)" -ne 0 ] || PATH="$PATH:/usr/sbin:/sbin" command -v ip >/dev/null ;;
         lxc) [ "$(id -u)" -ne 0 ] || command -v lxc-start >/dev/null ;;  # for others its tests say why they skip
         gcc) command -v cc >/dev/null ;;
         faketime) compgen -G '/usr/lib/*/faketime/libfaketime.so.1' >/dev/null ;;
