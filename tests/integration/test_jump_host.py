@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -67,6 +68,19 @@ class Site:
         chosen = [word for host in hosts for word in ("--host", host)]
         return self.project.orch("run", path, *chosen, program=self.orch)
 
+    @contextmanager
+    def following(self, path: Path) -> Iterator[subprocess.Popen[bytes]]:
+        """A group on all hosts, whose runs end with the block, whatever happens there."""
+        chosen = [word for host in self.hosts for word in ("--host", host)]
+        with self.project.start("run", path, *chosen, program=self.impatient) as orch:
+            try:
+                yield orch
+            except BaseException:
+                orch.kill()
+                raise
+            finally:
+                self.gate.touch()
+
     def written(self, host: str) -> bytes:
         """Returns all bytes of the one run that a host has."""
         segments = sorted((self.hosts[host].home / "root").glob("runs/*/records/*.jsonl"))
@@ -86,7 +100,6 @@ def site(tmp_path: Path, dot_ssh: Path) -> Iterator[Site]:
             servers.enter_context(server)
         site.trust_the_jump_host()
         yield site
-        site.gate.touch()
 
 
 class Heard:
@@ -116,7 +129,7 @@ class Heard:
 def test_a_group_behind_a_jump_host_is_followed_through_every_cut(site: Site) -> None:
     path = site.project.experiment(TICKING, timeout="60s")
     network = site.network
-    with site.project.start("run", path, "--host", "east", "--host", "west", program=site.impatient) as orch:
+    with site.following(path) as orch:
         lines, notes = Heard(orch.stdout), Heard(orch.stderr)
         for host in HOSTS:
             lines.wait_for(host)
