@@ -2,8 +2,11 @@
 
 The fields are taken from the forms themselves. A new one fails `test_every_field_of_the_form_is_fed` until
 `INVENTORY` or `EXPERIMENT` has a line for it: where the text is put, which texts are accepted there, and how
-it is read back. An accepted text arrives as it was written; any other is refused in one line that names file
-and field. What becomes of accepted ones on a host is tests/integration/test_metacharacters.py.
+it is read back; for a field that takes no text its path is the whole line. Of what a form takes as anything
+(``devices``, ``timeout``) only the name is known here: its spellings are listed by hand.
+
+An accepted text arrives as it was written; any other is refused in one line that names file and field. What
+becomes of accepted ones on a host is tests/integration/test_metacharacters.py.
 """
 
 from __future__ import annotations
@@ -67,7 +70,6 @@ class Field:
 
 SSH = {"transport": "ssh"}
 CONTAINER = {"transport": "proxmox", "vmid": 200, "node": {"transport": "ssh", "address": "pve"}}
-IN_A_KEY = {"value": "x"}
 
 
 def _host(path: str, *keys: str, host: dict[str, Any] = SSH, **settings: Any) -> Field:
