@@ -46,8 +46,10 @@ class Report:
 
     @property
     def is_host_fault(self) -> bool:
-        """The run never did its work, because the host lacks something."""
-        if self.verdict is None or self.verdict.is_good:
+        """The run never did its work because the host lacks something, or the host cannot be asked of it."""
+        if self.verdict is None:
+            return self.observed is not None and self.observed.unreachable is not None
+        if self.verdict.is_good:
             return False
         return self.verdict.name == "refused" or self.outcome.missing_module is not None
 

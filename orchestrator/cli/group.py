@@ -26,6 +26,7 @@ from orchestrator.group_view import (
 )
 from orchestrator.inventory import Host
 from orchestrator.ledger import RunRow
+from orchestrator.lifecycle import State
 from orchestrator.log_lines import LineAssembler, LogLine
 from orchestrator.log_view import render, waiting_note
 from orchestrator.runs import Report
@@ -209,6 +210,7 @@ def _follow_to_the_end(
                     view.waiting()
                     continue
                 view.event(event)
+                _note_begin(workspace, event)
                 if event.is_end and event.error is None:
                     view.ended(runs.conclude(workspace, event.run_id))
     finally:
@@ -216,6 +218,14 @@ def _follow_to_the_end(
     reports = _reports(workspace, group_id, screen)
     _print(group_id, reports, as_json=as_json)
     return group_exit_code(reports)
+
+
+def _note_begin(workspace: Workspace, event: Event) -> None:
+    """Writes down that a run has its turn: its host may not be there to be asked later."""
+    if event.record is None or event.record.get("kind") != "spawn":
+        return
+    if workspace.ledger.get(event.run_id).state is State.QUEUED:
+        workspace.ledger.mark_running(event.run_id)
 
 
 def _reports(workspace: Workspace, group_id: str, screen: Screen) -> list[Report]:

@@ -144,6 +144,9 @@ def test_a_group_behind_a_jump_host_is_followed_through_every_cut(site: Site) ->
 
         network.jump.cut()
         notes.wait_for("orch: UNREACHABLE west")
+        rows = site.project.orch("ps", "--json", program=site.orch).json
+        stands = {row["host"]: (row["state"], "bastion" in row["observed"]["unreachable"]) for row in rows}
+        assert stands == {"east": ("running", True), "west": ("running", True)}
         network.mend()
         for host in HOSTS:
             notes.wait_for(f"orch: {host} answers again")

@@ -17,6 +17,7 @@ from orchestrator.group_view import (
 )
 from orchestrator.ledger import RunRow
 from orchestrator.lifecycle import Outcome, State, Verdict
+from orchestrator.observed import Observed
 from orchestrator.runs import Report
 
 STATES = {"ok": State.SUCCEEDED, "failed": State.FAILED, "refused": State.REFUSED, "altered": State.SUCCEEDED}
@@ -44,7 +45,8 @@ def _report(run_id: str, verdict: str | None = "ok", **changes: Any) -> Report:
         found = Verdict(
             name=verdict, is_good=verdict == "ok", reasons=() if verdict == "ok" else ("because",)
         )
-    return Report(row=replace(row, **changes), outcome=Outcome(metrics=metrics), verdict=found)
+    seen = changes.pop("observed", None)
+    return Report(row=replace(row, **changes), outcome=Outcome(metrics=metrics), verdict=found, observed=seen)
 
 
 @pytest.mark.parametrize(
@@ -53,6 +55,8 @@ def _report(run_id: str, verdict: str | None = "ok", **changes: Any) -> Report:
         ([_report("a"), _report("b")], 0),
         ([_report("a"), _report("b", "failed")], 1),
         ([_report("a"), _report("b", None)], 1),
+        ([_report("a"), _report("b", None, observed=Observed(unreachable="timed out"))], 3),
+        ([_report("a", "failed"), _report("b", None, observed=Observed(unreachable="timed out"))], 1),
         ([_report("a"), _report("b", "refused")], 3),
         ([_report("a", "failed"), _report("b", "refused")], 1),
         ([_report("a", "altered"), _report("b", "failed")], 5),
