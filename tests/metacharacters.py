@@ -31,3 +31,7 @@ ATTACKS: Mapping[str, str] = {
     "override": f"\u202etouch {MARK}",
     "long": "x" * 4096,
 }
+
+NOT_IN_PATHS = ("newline", "colon", "nul", "override", "long")
+IN_PATHS = tuple(text for name, text in ATTACKS.items() if name not in NOT_IN_PATHS)
+"""Each may be the name of a folder, of whatever path in an inventory."""

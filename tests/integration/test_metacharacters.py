@@ -16,13 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.metacharacters import ATTACKS, MARK
+from tests.metacharacters import ATTACKS, IN_PATHS, MARK
 from tests.project import Project
 from tests.sshd import Sshd
 
-IN_PATHS = [
-    text for name, text in ATTACKS.items() if name not in ("newline", "nul", "override", "colon", "long")
-]
 METRICS = [text for text in IN_PATHS if not text.startswith("-")]
 
 CODE = """

@@ -18,6 +18,7 @@ from orchestrator.transports import Transport, connect
 from tests.integration.test_orch_run import SLEEPER
 from tests.integration.test_run_endings import HIDES
 from tests.lxc import NO_VMID, VMID, Container
+from tests.metacharacters import IN_PATHS
 from tests.project import TIMEOUT_S, Project, wait_until
 from tests.sshd import Sshd
 
@@ -140,15 +141,19 @@ class TestAWholeRun:
             assert (env.get("IMAGE_HOME"), env.get("OWN")) == (image_home, own)
             assert "LEAK_OF_NODE" not in env
 
-    def test_venv_and_workdir_are_the_containers(self, container: Container, tmp_path: Path) -> None:
-        (container.home / "venv").symlink_to(sys.prefix)
-        (container.home / "work here").mkdir()
-        host = {key: value for key, value in entry({"transport": "local"}).items() if key != "python"}
-        host |= {"venv": "~/venv", "workdir": "~/work here"}
-        project = in_container(container, tmp_path / "my project", {"pve-200": host})
+    def test_venv_and_workdir_are_the_containers_whatever_they_are_called(
+        self, container: Container, node_sshd: Sshd, tmp_path: Path
+    ) -> None:
+        odd = "/".join(("venv and work here", *IN_PATHS))
+        (container.home / odd / "work").mkdir(parents=True)
+        (container.home / odd / "venv").symlink_to(sys.prefix)
+        host = {key: value for key, value in entry("pve").items() if key != "python"}
+        host |= {"venv": f"~/{odd}/venv", "workdir": f"~/{odd}/work"}
+        hosts = {"pve-200": host, "pve": node_sshd.inventory_entry()}
+        project = in_container(container, tmp_path / "my project", hosts)
         done = project.orch("exec", "pve-200", "--json", "--", "sh", "-c", "pwd; echo $VIRTUAL_ENV")
         assert done.code == 0, done.err
-        assert project.output(done.json["run"]["run_id"]) == "/root/work here\n/root/venv\n"
+        assert project.output(done.json["run"]["run_id"]) == f"/root/{odd}/work\n/root/{odd}/venv\n"
 
     def test_the_out_of_memory_probe_runs_inside(self, local_project: Project) -> None:
         shutil.copytree(REPOSITORY / "payloads" / "dflash", local_project.folder / "payloads" / "dflash")
