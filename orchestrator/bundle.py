@@ -33,6 +33,7 @@ __all__ = [
     "Provenance",
     "build_bundle",
     "build_script_bundle",
+    "build_setup_bundle",
     "empty_bundle",
     "find_payload",
 ]
@@ -144,6 +145,21 @@ def build_script_bundle(script: Path, store: ObjectStore) -> Bundle:
         source.parent, shipped=[source.name], excluded=(), within=f":(literal){source.name}"
     )
     return _stored((entry,), store, replace(provenance, diff_sha256=store.put(diff)) if diff else provenance)
+
+
+def build_setup_bundle(files: Sequence[ShippedFile], store: ObjectStore, program: str | None) -> Bundle:
+    """Returns what prepares an environment: just these files, of which ``program`` can be executed.
+
+    Raises:
+        PayloadRefused: one cannot be read.
+        StorageError: the store cannot be written.
+    """
+    entries = []
+    for file in sorted(files, key=lambda file: file.path):
+        data, mode = read_file(file)
+        mode = 0o755 if file.path == program else mode
+        entries.append(Entry(path=file.path, mode=mode, size_bytes=len(data), sha256=store.put(data)))
+    return _stored(tuple(entries), store, Provenance())
 
 
 def empty_bundle(store: ObjectStore) -> Bundle:

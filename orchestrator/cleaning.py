@@ -135,6 +135,8 @@ def _told_item(host: str, told: Mapping[str, Any], runs: Mapping[str, Surveyed])
             "" if told["removed"] is True else str(told["why"]) or "no reason given",
         )
         age_s = runs[name].age_s if told["what"] == "run" and name in runs else None
+        if told["what"] == "environment":
+            age_s = float(told["age_s"])
         size_bytes = int(told["bytes"])
         return Item(
             place=host, what=str(told["what"]), name=name, size_bytes=size_bytes, age_s=age_s, why=why

@@ -32,6 +32,7 @@ from orchestrator.fields import (
     parse_variable,
 )
 from orchestrator.matrix import Matrix, MatrixForm, Point, read_matrix
+from orchestrator.setup_form import Setup, SetupForm, read_setup
 from orchestrator.text import check_name, check_text, did_you_mean, quoted
 from orchestrator.yaml_source import Field, Key, Source, StrictModel
 
@@ -77,7 +78,8 @@ class Experiment:
     """What is run; ``name`` is the file's, no ``devices`` means no card.
 
     The program is a ``module`` of ``payload``, a ``script`` (its path in what is shipped: the payload, or the
-    one file at ``path``) with ``args``, or a ``command``, an argument vector for which nothing is shipped.
+    one file at ``path``) with ``args``, or a ``command``, an argument vector for which nothing is shipped; or
+    it ``prepares`` what a run needs, as that run's job says it. ``setup`` is what has to be prepared before.
     ``case`` is the label of the matrix's case that it is; while there is a ``matrix`` it stands for many.
     The command line says whether it ``waits_for_cards`` that are taken, or ``shares_cards`` with others.
     """
@@ -89,6 +91,8 @@ class Experiment:
     script: str | None = None
     args: tuple[str, ...] = ()
     command: tuple[str, ...] = ()
+    prepares: Mapping[str, Any] | None = None
+    setup: Setup | None = None
     params: Mapping[str, Any] = field(default_factory=dict)
     env: Mapping[str, str | Secret] = field(default_factory=dict, repr=False)
     alloc_conf: str | None = None
@@ -163,6 +167,7 @@ def load_experiment(path: Path, *, profile: str | None = None, overrides: Sequen
         grace_s=chosen.grace_s,
         on_disk_full=chosen.on_disk_full,
         log_limit_bytes=chosen.log_limit_bytes,
+        setup=chosen.setup,
         expect=chosen.expect,
         profile=profile,
         matrix=matrix,
@@ -191,6 +196,7 @@ class _Overlay(StrictModel):
     grace: Any = GRACE_S
     on_disk_full: Any = "wait"
     log_limit: Any = None
+    setup: SetupForm | None = None
     expect: _Expect = _Expect()
 
 
@@ -213,6 +219,7 @@ class _Settings:
     grace_s: float
     on_disk_full: str
     log_limit_bytes: int | None
+    setup: Setup | None
     expect: Expectation
 
 
@@ -233,6 +240,7 @@ def _settings(source: Source, overlay: _Overlay, here: tuple[Key, ...]) -> _Sett
         grace_s=_grace_s(source, overlay.grace, (*here, "grace")),
         on_disk_full=_on_disk_full(source, overlay.on_disk_full, (*here, "on_disk_full")),
         log_limit_bytes=_log_limit_bytes(source, overlay.log_limit, (*here, "log_limit")),
+        setup=read_setup(source, overlay.setup, *here, "setup"),
         expect=_expectation(source, overlay.expect, (*here, "expect")),
     )
 
@@ -335,6 +343,7 @@ def _overlaid(source: Source, base: _Settings, overlay: _Overlay, here: tuple[Ke
         grace_s=own.grace_s if "grace" in given else base.grace_s,
         on_disk_full=own.on_disk_full if "on_disk_full" in given else base.on_disk_full,
         log_limit_bytes=own.log_limit_bytes if "log_limit" in given else base.log_limit_bytes,
+        setup=own.setup if "setup" in given else base.setup,
         expect=replace(
             base.expect,
             verdicts=own.expect.verdicts

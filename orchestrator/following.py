@@ -48,6 +48,9 @@ class Watcher:
     def shipped(self, started: remote.Started) -> None:
         """The host has the code and the run is started."""
 
+    def preparing(self, run_id: str, what: str) -> None:
+        """The host lacks ``what``; the run ``run_id`` prepares it there, and this one waits for that."""
+
     def waiting(self) -> None:
         """Nothing has arrived for a moment; called a few times a second."""
 

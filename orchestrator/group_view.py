@@ -107,7 +107,8 @@ def shown_metrics(reports: Sequence[Report]) -> list[str]:
     """Returns the names that get a column, at most 6: those with bounds, or else those that differ."""
     names = _metric_names(reports)
     bounded = {name for report in reports for name in _bounds(report)}
-    values = {name: {str(report.outcome.metrics.get(name)) for report in reports} for name in names}
+    cases = [report for report in reports if not report.row.job.get("prepares")]
+    values = {name: {str(report.outcome.metrics.get(name)) for report in cases} for name in names}
     judged = [name for name in names if name in bounded]
     return (judged or [name for name in names if len(values[name]) > 1] or names)[:MOST_METRICS]
 

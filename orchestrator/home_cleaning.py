@@ -95,6 +95,7 @@ def _objects(workspace: Workspace, gone: set[str], *, is_real: bool) -> Iterator
             yield Item(place=HOME, what="objects", name="", size_bytes=0, why="a run is not in the ledger")
             return
         bundles.add(row.bundle)
+        bundles.update(spec["bundle"] for spec in row.job.get("setup") or ())
         objects.add(row.job.get("provenance", {}).get("diff_sha256"))
     manifests = [(path, status) for path, status in _files(home / "bundles") if path.suffix == ".json"]
     for path, status in manifests:

@@ -7,7 +7,7 @@ neither ledger nor run folder, so it may work in a thread of its own; what a sta
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from orchestrator import remote
@@ -58,6 +58,7 @@ class HostStarter:
         cursor: Cursor | None,
         secret_env: Mapping[str, str],
         unreachable: Callable[[Unreachable, float], None],
+        preparers: Sequence[str] | None = None,
     ) -> _Begun:
         """No connection at all fails at once; one that broke during the start is made again for a while.
 
@@ -65,21 +66,34 @@ class HostStarter:
         connection.
 
         Raises:
+            NotPrepared: what it needs is not there, and no ``preparers`` see to it; the connection stays.
             NeverStarted: the host cannot have the run.
             Unreachable, ProtocolError: it may have it.
         """
         entries = [(entry.path, entry.mode, entry.size_bytes, entry.sha256) for entry in bundle.entries]
 
         def ask(transport: Transport) -> _Begun:
-            return remote.start(transport, job, entries, self._store, cursor, secret_env)
+            return remote.start(transport, job, entries, self._store, cursor, secret_env, preparers)
 
         try:
             return self._ask_until_answered(ask, unreachable)
+        except remote.NotPrepared:
+            raise
         except BaseException as error:
             self.close()
             if isinstance(error, OrchError) and not isinstance(error, Unreachable | ProtocolError):
                 raise NeverStarted(error) from error
             raise
+
+    def prepared(self, specs: Sequence[Mapping[str, Any]]) -> list[remote.Prepared]:
+        """Asks what is there of what a job's ``setup`` lists.
+
+        Raises:
+            HostError: the host cannot be asked.
+        """
+        if self.transport is None:
+            self.transport = connect(self.host)
+        return remote.prepared(self.transport, specs)
 
     def _ask_until_answered(
         self, ask: Callable[[Transport], _Begun], unreachable: Callable[[Unreachable, float], None]

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 from orchestrator import yaml_source
 from orchestrator.errors import UnknownName, UsageError
 from orchestrator.fields import Secret, parse_variable
+from orchestrator.setup_form import Setup, SetupForm, read_setup
 from orchestrator.strict_model import Range, kind_of
 from orchestrator.text import check_name, check_text, did_you_mean, printable, quoted
 from orchestrator.yaml_source import Field, Source, StrictModel
@@ -53,7 +54,8 @@ class Host:
     is the folder of orch on the host, ``python`` the interpreter of the payload there; with ``venv`` that of
     a virtual environment, which comes first on the payload's PATH as well. ``workdir`` is the payload's
     working folder, None for the run's own. A log-in over ssh knows nothing of the variables that a
-    container's image sets: ``import_container_env`` takes them from PID 1.
+    container's image sets: ``import_container_env`` takes them from PID 1. ``setup`` is prepared there before
+    any run.
 
     A container of a Proxmox VE node has the id ``vmid`` there and is reached by way of ``node``, a local or
     an ssh host; all else is about the container, and ``address`` is the node's.
@@ -72,6 +74,7 @@ class Host:
     root: str = _DEFAULT_ROOT
     env: Mapping[str, str | Secret] = field(default_factory=dict, repr=False)
     import_container_env: bool = False
+    setup: Setup | None = None
     node: Host | None = None
     vmid: int | None = None
 
@@ -152,6 +155,7 @@ class _Entry(_Way):
     root: str = _DEFAULT_ROOT
     env: dict[str, Any] = Field(default_factory=dict)
     import_container_env: bool = False
+    setup: SetupForm | None = None
 
 
 class _Document(StrictModel):
@@ -178,6 +182,7 @@ def _host(source: Source, name: str, entry: _Entry) -> Host:
         root=texts["root"],
         env=env,
         import_container_env=entry.import_container_env,
+        setup=read_setup(source, entry.setup, *here, "setup"),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from orchestrator.bundle import Bundle
@@ -16,13 +16,13 @@ from orchestrator.experiment import Experiment
 from orchestrator.fields import Secret, devices_json
 from orchestrator.inventory import Host
 
-__all__ = ["Program", "Turn", "job_for", "program_of", "secrets_of", "secrets_of_job"]
+__all__ = ["Program", "Turn", "job_for", "program_of", "secrets_of", "secrets_of_job", "setup_text"]
 
 _VERSION = 1
 
 
 class Program(NamedTuple):
-    """What a job runs: its ``kind`` (module, script, command) and the text of it that a person reads."""
+    """What a job runs: its ``kind`` (module, script, command, prepares) and the text that a person reads."""
 
     kind: str
     text: str
@@ -37,12 +37,17 @@ class Turn(NamedTuple):
 
 
 def job_for(
-    run_id: str, experiment: Experiment, bundle: Bundle, host: Host, turn: Turn | None = None
+    run_id: str,
+    experiment: Experiment,
+    bundle: Bundle,
+    host: Host,
+    turn: Turn | None = None,
+    setup: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """Returns plain JSON values, copied, so that a job stays what it is whatever becomes of its parts.
 
     A variable of the experiment wins over the same one of the host. Of a secret it says which variable here
-    has it.
+    has it. ``setup`` is what has to be prepared on the host before, as `setups` says it.
 
     Raises:
         ValueError: the parameters hold a number that JSON has not (NaN, infinity).
@@ -70,6 +75,7 @@ def job_for(
         "grace_s": experiment.grace_s,
         "on_disk_full": experiment.on_disk_full,
         "log_limit_bytes": experiment.log_limit_bytes,
+        "setup": list(setup),
         "turn": None if turn is None else turn._asdict(),
         "provenance": bundle.provenance.as_json(),
         "expect": experiment.expect.as_json(),
@@ -80,12 +86,19 @@ def job_for(
 
 def program_of(job: Mapping[str, Any]) -> Program:
     """Returns what a job runs, whoever wrote the job."""
+    if isinstance(made := job.get("prepares"), dict):
+        return Program("prepares", setup_text(made))
     if isinstance(command := job.get("command"), list):
         return Program("command", shlex.join(map(str, command)))
     if script := job.get("script"):
         args = job.get("args")
         return Program("script", shlex.join([str(script), *map(str, args if isinstance(args, list) else ())]))
     return Program("module", str(job.get("module") or "?"))
+
+
+def setup_text(spec: Mapping[str, Any]) -> str:
+    """Returns what a job's ``setup`` or ``prepares`` is about, as a person reads it."""
+    return f"{spec.get('kind')} {spec.get('path')}"
 
 
 def secrets_of(experiment: Experiment, host: Host) -> tuple[Secret, ...]:
@@ -102,6 +115,8 @@ def secrets_of_job(job: Mapping[str, Any]) -> tuple[Secret, ...]:
 
 
 def _program(experiment: Experiment) -> dict[str, Any]:
+    if experiment.prepares is not None:
+        return {"prepares": experiment.prepares}
     if experiment.command:
         return {"command": experiment.command}
     if experiment.script is not None:

@@ -156,6 +156,14 @@ def _is_turn(value: object) -> bool:
     return type(place) is int and type(at_once) is int and place >= 0 and at_once >= 1
 
 
+def _is_spec(value: object) -> bool:
+    return (
+        isinstance(value, dict)
+        and _is_hash(value.get("bundle"))
+        and all(_is_text(value.get(key)) for key in ("kind", "path"))
+    )
+
+
 _KEYS: Mapping[str, Callable[[object], bool]] = {
     "group_id": _is_text,
     "retry_of": _is_text_or_none,
@@ -167,6 +175,8 @@ _KEYS: Mapping[str, Callable[[object], bool]] = {
     "script": _is_text_or_none,
     "args": _is_texts_or_none,
     "command": _is_texts_or_none,
+    "prepares": lambda value: value is None or _is_spec(value),
+    "setup": lambda value: value is None or (isinstance(value, list) and all(map(_is_spec, value))),
     "params": _is_mapping,
     "env": _is_environment,
     "secrets": lambda value: value is None or _is_text_mapping(value),

@@ -83,7 +83,10 @@ _RECENT_ON_HOST = _SELECT + "WHERE host = ? ORDER BY number DESC LIMIT ?"
 _IS_OPEN = "state IN ('created', 'starting', 'queued', 'running', 'lost')"  # as the index has it
 _OPEN = _SELECT + f"WHERE {_IS_OPEN} ORDER BY number"
 _OF_GROUP = _SELECT + "WHERE group_id = ? ORDER BY number"
-_LAST = _SELECT + "WHERE NOT is_adopted ORDER BY number DESC LIMIT 1"
+_LAST = _SELECT + (  # what was prepared for a run is not the last that somebody asked for
+    "WHERE NOT is_adopted AND (group_id = run_id OR json_extract(job, '$.prepares') IS NULL) "
+    "ORDER BY number DESC LIMIT 1"
+)
 _AHEAD = (
     "SELECT count(*) FROM runs WHERE group_id = (SELECT group_id FROM runs WHERE run_id = ?1) "  # noqa: S608
     "AND host = (SELECT host FROM runs WHERE run_id = ?1) "
@@ -185,7 +188,9 @@ class Ledger:
             return [self._row(found) for found in self._connection.execute(query, values)]
 
     def last(self) -> RunRow | None:
-        """Returns the run of this controller inserted last, None when there is none."""
+        """Returns the run of this controller inserted last, None when there is none; one that prepared
+        something for others does not count.
+        """
         with translated(self.path):
             found = self._connection.execute(_LAST).fetchone()
         return None if found is None else self._row(found)

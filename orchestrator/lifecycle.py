@@ -128,7 +128,8 @@ class Outcome:
     while there is none. ``oom_kill`` is where the kernel killed for memory meanwhile: "cgroup" or "host".
     ``metrics`` holds the last value of each name; one that is no number is NaN. ``survivors`` could not be
     ended. ``unproven`` is what was asked for and never reported from inside. ``notes`` are oddities that
-    change no verdict; of these and of the mismatches there are at most `MOST_NOTES`. ``is_cut``: the run's
+    change no verdict; of these and of the mismatches there are at most `MOST_NOTES`. ``prepared`` are the
+    environments that it used. ``is_cut``: the run's
     log limit removed more than output before it was mirrored, so that what that said is not known.
     """
 
@@ -158,6 +159,7 @@ class Outcome:
     peak_rss_bytes: int | None = None
     peak_memory: tuple[Peak, ...] = ()
     card_use: tuple[CardUse, ...] = ()
+    prepared: tuple[str, ...] = ()
 
     @property
     def state(self) -> State:
@@ -291,6 +293,14 @@ def _broken_bounds(metrics: Mapping[str, float], bounds: Mapping[str, Bounds]) -
 def _read_spawn(found: dict[str, Any], record: Record) -> None:
     found.setdefault("pid", _integer(record.get("pid")))
     found.setdefault("started_t", _number(record.get("t")))
+
+
+def _read_prepared(found: dict[str, Any], record: Record) -> None:
+    """Says which environments the run uses; of the one that it makes itself there is nothing to say."""
+    found["prepared"] = tuple(
+        f"{item.get('file')}, by run {item.get('by')}, digest {str(item.get('digest'))[:12]}"
+        for item in _mappings(record.get("environments"))[:MOST_NOTES]
+    )
 
 
 def _read_facts(found: dict[str, Any], record: Record) -> None:
@@ -449,6 +459,7 @@ _READERS = {
     "seal": _read_seal,
     "code_changed": _read_code_changed,
     "spawn": _read_spawn,
+    "prepared": _read_prepared,
     "facts": _read_facts,
     "event": _read_event,
     "event_refused": _read_event_refused,

@@ -98,6 +98,9 @@ def waiting_note(record: Mapping[str, Any], run_id: str) -> str | None:
         ahead = record.get("ahead")
         names = ", ".join(map(str, ahead)) if isinstance(ahead, list) and ahead else "others"
         return f"run {run_id} waits for its turn in {record.get('queue')}, behind {names}"
+    if record.get("kind") == "preparing":
+        by = f"run {record['by']} has" if record.get("by") else "others have"
+        return f"run {run_id} waits until {by} prepared {record.get('file')}"
     if record.get("kind") == "turn":
         waited_s = record.get("waited_s")
         after = f" after {waited_s:.0f} s" if isinstance(waited_s, float) else ""

@@ -1,4 +1,5 @@
-"""What a host's supervisor can be asked: start, read, stop, status, clock, listing, cleaning, digests.
+"""What a host's supervisor can be asked: start, read, stop, status, clock, listing, cleaning, digests, and
+what is prepared there.
 
 Each is one request in one `Conversation`; what it answers becomes a value that is checked here.
 """
@@ -30,6 +31,24 @@ class Started:
     is_new: bool
     sent_files: int
     sent_bytes: int
+
+
+class NotPrepared(Exception):
+    """The host started nothing: what has these ``places`` in the job's ``setup`` is not prepared there."""
+
+    def __init__(self, places: Sequence[int]) -> None:
+        super().__init__(f"not prepared: {places}")
+        self.places = tuple(places)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    """What a host says of an environment: which run made it (or None), when, and which makes it now."""
+
+    digest: str
+    made_by: str | None
+    made_t: float | None
+    preparer: str | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,12 +120,15 @@ def start(
     objects: Objects,
     cursor: Cursor | None,
     secret_env: Mapping[str, str],
+    preparers: Sequence[str] | None = None,
 ) -> tuple[Started, Conversation]:
     """Ships what the host lacks and starts the run, or finds it started; with a cursor, `pieces` follow.
 
     ``secret_env``: values of the variables that ``job`` names as secret; they travel here and nowhere else.
+    ``preparers``: the runs for which it waits on the host while they prepare what it needs.
 
     Raises:
+        NotPrepared: the host lacks what the job needs, and there were no ``preparers``.
         HostError: as its subclasses say; a start that broke off may be tried again as it is.
     """
     request = {
@@ -115,10 +137,14 @@ def start(
         "secrets": dict(secret_env),
         "entries": [list(entry) for entry in entries],
         "cursor": None if cursor is None else cursor.as_json(),
+        "preparers": None if preparers is None else list(preparers),
     }
     talk = Conversation.open(transport, request)
     try:
-        need = talk.reply(need=list)["need"]
+        answer = talk.reply()
+        if preparers is None and "unprepared" in answer:
+            raise NotPrepared(_places(answer["unprepared"], job, transport))
+        need = _hashes(answer, transport)
         asked = set(map(str, need))
         if not asked <= {entry[3] for entry in entries}:
             raise ProtocolError(
@@ -132,6 +158,19 @@ def start(
         talk.close()
         raise
     return Started(is_new=answer["started"], sent_files=len(need), sent_bytes=sent), talk
+
+
+def prepared(transport: Transport, specs: Sequence[Mapping[str, Any]]) -> list[Prepared]:
+    """Asks what is there of what a job's ``setup`` lists."""
+    with Conversation.open(transport, {"op": "prepared", "setup": list(specs)}) as talk:
+        told = talk.reply(prepared=list)["prepared"]
+    try:
+        if len(told) != len(specs):
+            raise ValueError(f"{len(told)} answers to {len(specs)} questions")
+        return [_prepared(item) for item in told]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        message = f"what it says of prepared environments cannot be read: {error}"
+        raise ProtocolError(message, host=transport.host.name) from error
 
 
 def read(transport: Transport, run_id: str, cursor: Cursor, *, follow: bool) -> Conversation:
@@ -252,6 +291,37 @@ def digests(
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         message = f"the digests of the code are not readable: {error}"
         raise ProtocolError(message, host=transport.host.name) from error
+
+
+def _places(told: Any, job: Mapping[str, Any], transport: Transport) -> list[int]:
+    """Returns the places in the job's ``setup`` of what is not prepared."""
+    known = range(len(job["setup"]))
+    if (
+        not isinstance(told, list)
+        or not told
+        or not all(type(place) is int and place in known for place in told)
+    ):
+        raise ProtocolError("it lacks what nobody asked for", host=transport.host.name)
+    return sorted(set(told))
+
+
+def _hashes(answer: Mapping[str, Any], transport: Transport) -> list[Any]:
+    """Returns what the host asks for in its first answer to a start."""
+    need = answer.get("need")
+    if not isinstance(need, list):
+        message = "the supervisor's reply has no need; is another version of orch at work there?"
+        raise ProtocolError(message, host=transport.host.name)
+    return need
+
+
+def _prepared(told: Mapping[str, Any]) -> Prepared:
+    done, by = told["done"], told["by"]
+    return Prepared(
+        digest=str(told["digest"]),
+        made_by=None if done is None else printable(str(done.get("run"))),
+        made_t=None if done is None else _seconds(done.get("t")),
+        preparer=None if by is None else printable(str(by)),
+    )
 
 
 def _block_count(sizes: Sequence[int], index: int) -> int:

@@ -46,11 +46,13 @@ class Report:
 
     @property
     def is_host_fault(self) -> bool:
-        """The run never did its work because the host lacks something, or the host cannot be asked of it."""
+        """The run never did its work: its host lacks something, cannot be asked, or failed to prepare."""
         if self.verdict is None:
             return self.observed is not None and self.observed.unreachable is not None
         if self.verdict.is_good:
             return False
+        if self.row.job.get("prepares"):
+            return self.verdict.name in ("refused", "failed", "killed")
         return self.verdict.name == "refused" or self.outcome.missing_module is not None
 
     @property

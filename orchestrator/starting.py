@@ -1,6 +1,7 @@
 """Starts a run: the plan, the ledger row, then the host; a start that breaks off is taken up or called off.
 
-A plan comes from an experiment, or from a run: what that one was asked to do, once more.
+A plan comes from an experiment, or from a run: what that one was asked to do, once more. What it needs and
+its host lacks is prepared there by runs of their own, for which it waits there.
 
 While a run is being started its folder is marked, so that no other command judges it; a cancel that comes
 meanwhile is kept and carried out as soon as the host has the run. Many runs at once are `submitting`'s.
@@ -11,7 +12,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,11 +39,12 @@ from orchestrator.fields import Secret
 from orchestrator.following import Following, Watcher
 from orchestrator.host_starter import HostStarter, NeverStarted
 from orchestrator.inventory import Host
-from orchestrator.job import job_for, secrets_of, secrets_of_job
+from orchestrator.job import job_for, secrets_of, secrets_of_job, setup_text
 from orchestrator.ledger import MASK, RunRow
 from orchestrator.lifecycle import State
 from orchestrator.mirror_reader import recorded_job
 from orchestrator.run_folder import RunFolder
+from orchestrator.setups import preparing_job, specs_of
 from orchestrator.text import did_you_mean
 from orchestrator.transports import Transport
 from orchestrator.workspace import Workspace
@@ -56,13 +58,15 @@ MOST_NAMED = 3
 class Plan:
     """A run that could be launched: nothing of it is anywhere but in the local object store.
 
-    Of its ``secrets`` it knows where to read them, not their values.
+    Of its ``secrets`` it knows where to read them, not their values. ``preparers``: the runs that prepare
+    what it needs, None where the host shall say whether it is there.
     """
 
     job: dict[str, Any]
     bundle: Bundle
     host: Host
     secrets: tuple[Secret, ...]
+    preparers: tuple[str, ...] | None = None
 
 
 def prepare(workspace: Workspace, experiment: Experiment, host: Host) -> Plan:
@@ -72,7 +76,8 @@ def prepare(workspace: Workspace, experiment: Experiment, host: Host) -> Plan:
         UsageError: no such payload, or one that the bundling rules refuse.
     """
     bundle = bundle_of(workspace, experiment)
-    job = job_for(new_id(), experiment, bundle, host)
+    setup = specs_of(workspace.project, workspace.store, host, experiment)
+    job = job_for(new_id(), experiment, bundle, host, setup=setup)
     return Plan(job=job, bundle=bundle, host=host, secrets=secrets_of(experiment, host))
 
 
@@ -149,11 +154,16 @@ def launch(
     """
     run_id, folder = plan.job["run_id"], workspace.folder(plan.job["run_id"])
     secret_env = read_secrets(plan.secrets)
-    starter = HostStarter(plan.host, workspace.store)
+    starter, preparers = HostStarter(plan.host, workspace.store), plan.preparers
 
     def unreachable(error: Unreachable, pause_s: float) -> None:
         folder.observe("unreachable", message=str(error))
         watcher.unreachable(str(error), pause_s)
+
+    def ask_for(
+        asked: Plan, cursor: Cursor | None, preparers: tuple[str, ...] | None
+    ) -> tuple[remote.Started, Conversation]:
+        return starter.start(asked.job, asked.bundle, cursor, secret_env, unreachable, preparers)
 
     with folder.starting():
         workspace.ledger.insert(row_of(plan))
@@ -161,7 +171,11 @@ def launch(
         workspace.ledger.update(run_id, state=State.STARTING)
         try:
             cursor = Cursor() if is_followed else None
-            started, talk = starter.start(plan.job, plan.bundle, cursor, secret_env, unreachable)
+            try:
+                started, talk = ask_for(plan, cursor, preparers)
+            except remote.NotPrepared as lacking:
+                preparers = _launch_preparations(workspace, plan, lacking.places, ask_for, watcher)
+                started, talk = ask_for(plan, cursor, preparers)
         except NeverStarted as error:
             refuse(workspace, run_id, str(error.cause))
             raise error.cause from None
@@ -170,8 +184,8 @@ def launch(
             workspace.ledger.update(run_id, reason=str(error))
             raise
         note_started(folder, plan.host, started, talk)
-        mark = workspace.ledger.mark_queued if plan.job["devices"] else workspace.ledger.mark_running
-        mark(run_id)
+        has_to_wait = preparers or plan.job["devices"]
+        (workspace.ledger.mark_queued if has_to_wait else workspace.ledger.mark_running)(run_id)
         watcher.shipped(started)
     transport = starter.transport
     assert transport is not None
@@ -181,6 +195,73 @@ def launch(
     talk.close()
     transport.close()
     return None
+
+
+def plan_setup(
+    workspace: Workspace, host: Host, experiment: Experiment | None, *, force: bool
+) -> Plan | None:
+    """Returns a plan for `plan_preparation`, not to be launched: it needs what a host's runs need, and those
+    of ``experiment``; None when that is nothing. ``force``: even what is there is to be made again.
+
+    Raises:
+        UsageError: a file is not there, or cannot be shipped.
+    """
+    specs = specs_of(workspace.project, workspace.store, host, experiment)
+    if not specs:
+        return None
+    needing = experiment or Experiment(name=host.name, path=workspace.inventory.path, prepares=specs[0])
+    bundle = empty_bundle(workspace.store)
+    setup = [{**spec, "force": True} for spec in specs] if force else specs
+    job = {**job_for(new_id(), needing, bundle, host, setup=setup), "group_id": None}
+    return Plan(job=job, bundle=bundle, host=host, secrets=secrets_of(needing, host))
+
+
+def plan_preparation(workspace: Workspace, plan: Plan, place: int, preparers: tuple[str, ...]) -> Plan:
+    """Returns the run that prepares one thing of what ``plan`` needs, upon what ``preparers`` prepare.
+
+    Raises:
+        StorageError: the object store lacks some of its files.
+    """
+    bundle_id = plan.job["setup"][place]["bundle"]
+    try:
+        bundle = workspace.store.load_manifest(bundle_id)
+    except UnknownName as error:
+        raise StorageError(f"{setup_text(plan.job['setup'][place])} cannot be prepared: {error}") from error
+    workspace.store.save_manifest(bundle)  # it is in use again
+    job = preparing_job(new_id(), plan.job, place, bundle, plan.host)
+    return Plan(job=job, bundle=bundle, host=plan.host, secrets=plan.secrets, preparers=preparers)
+
+
+def _launch_preparations(
+    workspace: Workspace,
+    plan: Plan,
+    places: Sequence[int],
+    start: Callable[[Plan, Cursor | None, tuple[str, ...] | None], tuple[remote.Started, Conversation]],
+    watcher: Watcher,
+) -> tuple[str, ...]:
+    """Starts a run for each thing that ``plan`` lacks, over the same connection; returns their ids."""
+    preparers: tuple[str, ...] = ()
+    for place in places:
+        try:
+            preparation = plan_preparation(workspace, plan, place, preparers)
+        except StorageError as error:
+            raise NeverStarted(error) from error
+        run_id = preparation.job["run_id"]
+        folder = workspace.folder(run_id)
+        with folder.starting():
+            workspace.ledger.insert(row_of(preparation, State.STARTING))
+            note_created(folder, preparation)
+            try:
+                started, talk = start(preparation, None, preparers)
+            except NeverStarted as error:
+                refuse(workspace, run_id, str(error.cause))
+                raise
+            talk.close()
+            note_started(folder, plan.host, started, talk)
+            workspace.ledger.mark_running(run_id)
+        preparers = (*preparers, run_id)
+        watcher.preparing(run_id, setup_text(plan.job["setup"][place]))
+    return preparers
 
 
 def note_started(folder: RunFolder, host: Host, started: remote.Started, talk: Conversation) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from queue import SimpleQueue
 
 from orchestrator.errors import OrchError, Unreachable
@@ -19,6 +20,7 @@ from orchestrator.inventory import Host
 from orchestrator.job import Turn, job_for, secrets_of
 from orchestrator.lifecycle import State
 from orchestrator.run_folder import starting_together
+from orchestrator.setups import specs_of
 from orchestrator.starting import (
     Plan,
     bundle_of,
@@ -26,6 +28,7 @@ from orchestrator.starting import (
     new_id,
     note_created,
     note_started,
+    plan_preparation,
     read_secrets,
     refuse,
     row_of,
@@ -34,6 +37,7 @@ from orchestrator.workspace import Workspace
 
 GROUP_PREFIX = "g-"  # no run id holds a dash: a group is told from a run at sight
 JOIN_S = 5.0
+MOST_ASKED_AT_ONCE = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,9 +58,12 @@ def prepare_group(workspace: Workspace, experiment: Experiment, hosts: Sequence[
     """
     bundle, group_id = bundle_of(workspace, experiment), f"{GROUP_PREFIX}{new_id()}"
     at_once = 1 if experiment.matrix is None else experiment.matrix.at_once
+    setups = {host.name: specs_of(workspace.project, workspace.store, host, experiment) for host in hosts}
     return tuple(
         Plan(
-            job=job_for(new_id(), case, bundle, host, Turn(group_id, place, at_once)),
+            job=job_for(
+                new_id(), case, bundle, host, Turn(group_id, place, at_once), setup=setups[host.name]
+            ),
             bundle=bundle,
             host=host,
             secrets=secrets_of(case, host),
@@ -98,6 +105,43 @@ def submit(workspace: Workspace, plans: Sequence[Plan]) -> Iterator[Submission]:
             for thread in threads:
                 if thread.is_alive():
                     thread.join(JOIN_S)
+
+
+def with_preparations(workspace: Workspace, plans: Sequence[Plan]) -> Sequence[Plan]:
+    """Returns a group's plans with, before those of each host, what it takes to prepare there what they need.
+
+    Asks the hosts, unless nothing is needed. One that cannot be asked is taken to lack nothing: it will not
+    take its runs either.
+    """
+    if not any(plan.job["setup"] for plan in plans):
+        return plans
+    by_host: dict[str, list[Plan]] = {}
+    for plan in plans:
+        by_host.setdefault(plan.host.name, []).append(plan)
+    from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415  (slow to import, and seldom needed)
+
+    with ThreadPoolExecutor(MOST_ASKED_AT_ONCE) as pool:
+        found = list(pool.map(partial(_lacking_places, workspace), [mine[0] for mine in by_host.values()]))
+    every: list[Plan] = []
+    for mine, places in zip(by_host.values(), found, strict=True):
+        preparers: tuple[str, ...] = ()
+        for place in places:
+            preparation = plan_preparation(workspace, mine[0], place, preparers)
+            preparers = (*preparers, preparation.job["run_id"])
+            every.append(preparation)
+        every += [replace(plan, preparers=preparers) for plan in mine]
+    return every
+
+
+def _lacking_places(workspace: Workspace, plan: Plan) -> list[int]:
+    if not plan.job["setup"]:
+        return []
+    try:
+        with HostStarter(plan.host, workspace.store) as starter:
+            found = starter.prepared(plan.job["setup"])
+    except OrchError:
+        return []
+    return [place for place, environment in enumerate(found) if environment.made_by is None]
 
 
 class _HostThread(threading.Thread):
@@ -147,7 +191,7 @@ class _HostThread(threading.Thread):
         folder = self._workspace.folder(run_id)
         try:
             started, talk = self._starter.start(
-                plan.job, plan.bundle, None, self._secret_env[run_id], self._unreachable
+                plan.job, plan.bundle, None, self._secret_env[run_id], self._unreachable, plan.preparers
             )
             talk.close()
             note_started(folder, plan.host, started, talk)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.fields import devices_text
 from orchestrator.inventory import Host
-from orchestrator.job import program_of
+from orchestrator.job import program_of, setup_text
 from orchestrator.ledger import RunRow
 from orchestrator.lifecycle import CardUse, Device, Outcome, Peak, Verdict, is_terminal
 from orchestrator.observed import Observed
@@ -58,7 +58,7 @@ def runs_table(
             plain(row.host),
             plain(_state(row, seen.get(row.run_id), now_t)),
             plain(row.verdict or "-", style=_style(row)),
-            plain(_duration(now_t - row.created_t)),
+            plain(duration(now_t - row.created_t)),
             plain(took(row, now_t)),
             plain(short_commit(row.commit_id, is_dirty=row.dirty)[:13]),
         )
@@ -107,6 +107,8 @@ def run_json(row: RunRow, observed: Observed | None = None) -> dict[str, Any]:
         "script",
         "args",
         "command",
+        "prepares",
+        "setup",
         "case",
         "turn",
         "params",
@@ -160,8 +162,11 @@ def _what(row: RunRow) -> _Lines:
     program = program_of(row.job)
     params = f", parameters {_parameters(row.job.get('params'))}" if program.kind == "module" else ""
     yield program.kind, (f"{program.text}{params}",)
+    if row.job.get("setup"):
+        yield "setup", tuple(map(setup_text, row.job["setup"]))
     if program.kind != "command":  # which has no code of ours
         yield "bundle", (row.bundle,)
+    if program.kind not in ("command", "prepares"):  # files of a setup: are told apart by their bundle alone
         yield "commit", (_provenance(row),)
 
 
@@ -176,6 +181,8 @@ def _where(row: RunRow, outcome: Outcome) -> _Lines:
     yield "allocator", (f"asked: {asked_of_allocator or 'nothing'}", f"effective: {effective}")
     python, torch = outcome.python or "not reported", outcome.torch or "not imported"
     yield "software", (f"python {python}, torch {torch}",)
+    if outcome.prepared:
+        yield "prepared", outcome.prepared
 
 
 def _result(row: RunRow, outcome: Outcome, verdict: Verdict | None, state: str) -> _Lines:
@@ -328,7 +335,7 @@ def took(row: RunRow, now_t: float) -> str:
     if row.started_t is None:
         return "-"
     end_t = row.ended_t if row.ended_t is not None else now_t
-    return "?" if row.ended_t is None and is_terminal(row.state) else _duration(end_t - row.started_t)
+    return "?" if row.ended_t is None and is_terminal(row.state) else duration(end_t - row.started_t)
 
 
 def _clock(t: float) -> str:
@@ -338,7 +345,7 @@ def _clock(t: float) -> str:
         return f"{t} (no time)"
 
 
-def _duration(duration_s: float) -> str:
+def duration(duration_s: float) -> str:
     """Returns the two largest units; a host's clock may run behind ours."""
     if not math.isfinite(duration_s):
         return "?"

@@ -25,6 +25,7 @@ from orchestrator.group_view import (
     group_tally,
 )
 from orchestrator.inventory import Host
+from orchestrator.job import setup_text
 from orchestrator.ledger import RunRow
 from orchestrator.lifecycle import State
 from orchestrator.log_lines import LineAssembler, LogLine
@@ -56,7 +57,7 @@ def run_group(
     )
     try:
         with leaving():
-            are_submitted = _submit(workspace, plans, screen)
+            are_submitted = _submit(workspace, submitting.with_preparations(workspace, plans), screen)
     except Left as left:
         screen.close()
         text = f"left while group {group_id} was being submitted; what was not will never run"
@@ -181,6 +182,9 @@ def _submit(workspace: Workspace, plans: Sequence[Plan], screen: Screen) -> bool
     """Tells whether every run is at its host."""
     failed: dict[str, str] = {}
     sent_files = submitted = 0
+    for plan in plans:
+        if (made := plan.job.get("prepares")) is not None:
+            screen.note(f"run {plan.job['run_id']} prepares {setup_text(made)} on {plan.host.name} first")
     for submission in submitting.submit(workspace, plans):
         sent_files += submission.sent_files
         reason = submission.refusal or submission.doubt

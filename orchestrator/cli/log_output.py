@@ -23,7 +23,7 @@ from orchestrator.mirror_reader import check_end, checked_records, end_position,
 from orchestrator.run_folder import Record, RunFolder
 from orchestrator.workspace import Workspace
 
-WAITS = ("queued", "turn", "cards_awaited", "cards")
+WAITS = ("queued", "turn", "preparing", "prepared", "cards_awaited", "cards")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,9 +176,9 @@ def waits_for(folder: RunFolder) -> Record | None:
     """Returns the record that says for whom a run waits, as long as it does."""
     awaited = None
     for record in read_records(folder):
-        if record["kind"] in ("queued", "cards_awaited"):
+        if record["kind"] in ("queued", "preparing", "cards_awaited"):
             awaited = record
-        elif record["kind"] == "turn":
+        elif record["kind"] in ("turn", "prepared"):
             awaited = None
         elif record["kind"] in ("cards", "spawn", "end"):
             return None

@@ -33,6 +33,7 @@ COMMANDS = {
     "run": _Entry("run", "Run an experiment or a script on hosts, follow it, end with a verdict."),
     "exec": _Entry("execute", "Run any command on a host as a run; nothing is sent.", "execute"),
     "rerun": _Entry("run", "Run the same code and job once more, as a new run."),
+    "prepare": _Entry("prepare", "Prepare on a host what its runs need, once."),
     "logs": _Entry("logs", "Show a run's output, every line with its source."),
     "ps": _Entry("ps", "List runs, the newest first."),
     "show": _Entry("inspect", "Show what is known of a run."),

@@ -8,7 +8,7 @@ from typing import Any
 
 from orchestrator.bundle import Bundle
 from orchestrator.fields import devices_text
-from orchestrator.job import program_of
+from orchestrator.job import program_of, setup_text
 from orchestrator.starting import Plan
 from orchestrator.text import counted, printable
 from orchestrator.views import short_commit
@@ -70,6 +70,7 @@ def _facts(plan: Plan) -> dict[str, str]:
     facts = {
         program.kind: program.text,
         "bundle": bundle_line(plan.bundle).removeprefix("bundle "),
+        "setup": ", ".join(map(setup_text, job["setup"])) or "none",
         "allocator": job["alloc_conf"] or "nothing asked",
         "devices": devices_text(job["devices"]),
         "variables": ", ".join(sorted(job["env"])) or "none",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +36,7 @@ from orchestrator.errors import HostError, UnknownName, UsageError
 from orchestrator.experiment import Experiment, load_experiment
 from orchestrator.following import Watcher
 from orchestrator.inventory import Host
+from orchestrator.job import program_of
 from orchestrator.lifecycle import State
 from orchestrator.log_lines import LineAssembler
 from orchestrator.log_view import render, waiting_note
@@ -178,6 +179,12 @@ class RunWatcher(Watcher):
         self._since = time.monotonic()
         self._is_cut = False
         self.has_started = False
+        self.preparers: list[str] = []
+
+    def preparing(self, run_id: str, what: str) -> None:
+        """Says which run is seen to first."""
+        self.preparers.append(run_id)
+        self.screen.note(f"run {run_id} prepares {what} on {self.host} first")
 
     def shipped(self, started: Started) -> None:
         """Says what had to travel."""
@@ -249,6 +256,8 @@ def _launch(
                 print(json.dumps({"run_id": run_id}) if as_json else run_id)
                 return 0
             with following:
+                for preparer in watcher.preparers:
+                    show_preparation(workspace, preparer, watcher)
                 _show_records(watcher, following.records(watcher))
             return finish(workspace, run_id, as_json=as_json)
     except Left as left:
@@ -256,10 +265,28 @@ def _launch(
         if not watcher.has_started:
             watcher.screen.note(f"left while run {run_id} was being started; see: orch show {run_id}")
             return left.exit_code
-        return say_goodbye(left, run_id, lambda: _cancel(workspace, run_id))
+        return say_goodbye(left, run_id, lambda: _cancel(workspace, run_id, watcher.preparers))
 
 
-def _cancel(workspace: Workspace, run_id: str) -> None:
+def show_preparation(workspace: Workspace, run_id: str, watcher: RunWatcher) -> runs.Report:
+    """Shows a run that prepares something, to its end, and says what became of it."""
+    own = RunWatcher(watcher.screen, run_id, watcher.host)
+    own.has_started = True
+    with runs.follow(workspace, run_id) as following:
+        _show_records(own, following.records(own))
+    report = runs.conclude(workspace, run_id)
+    verdict, what = report.verdict, program_of(report.row.job).text
+    if verdict is not None and verdict.is_good:
+        watcher.screen.note(f"run {run_id} has prepared {what}")
+    elif verdict is not None:
+        reasons = "; ".join((verdict.name, *verdict.reasons))
+        watcher.screen.note(f"run {run_id} could not prepare {what} on {watcher.host}: {reasons}")
+    return report
+
+
+def _cancel(workspace: Workspace, run_id: str, preparers: Sequence[str]) -> None:
+    for preparer in preparers:
+        runs.cancel(workspace, preparer)
     runs.cancel(workspace, run_id)
     with runs.follow(workspace, run_id) as following:
         for _ in following.records(Watcher()):

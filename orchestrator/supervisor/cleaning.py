@@ -44,7 +44,8 @@ def clean(root: str, chosen: Sequence[Item], is_real: bool) -> Iterator[List[Ite
     ``is_real``, only looks; yields pages of what went and what stayed, and why.
     """
     runs = [(RunDir(root, choice["run"]), choice["end"]) for choice in chosen]  # a wrong name ends all of it
-    links = [name for name in ("runs", "objects", "supervisor", "turns", "removing") if _is_link(root, name)]
+    ours = ("runs", "objects", "supervisor", "turns", "envs", "removing")
+    links = [name for name in ours if _is_link(root, name)]
     for name in links:
         yield [_item("folder", name, 0, "it is a link, and nothing behind it was touched")]
     if links:
@@ -78,6 +79,7 @@ def _clean(root: str, runs: Sequence[Tuple[RunDir, Any]], is_real: bool) -> Iter
     yield [_sweep_objects(root, gone, is_real)]
     yield list(_sweep_supervisors(root, is_real))
     yield list(_sweep_turns(root, is_real))
+    yield list(_sweep_environments(root, gone, is_real))
 
 
 def _remove_run(root: str, run: RunDir, end: Optional[List[int]], is_real: bool) -> Tuple[int, Optional[str]]:
@@ -179,6 +181,53 @@ def _sweep_turns(root: str, is_real: bool) -> Iterator[Item]:
         finally:
             if fd is not None:
                 os.close(fd)
+
+
+def _sweep_environments(root: str, gone: Set[str], is_real: bool) -> Iterator[Item]:
+    """Yields the environments that were prepared: those that no run that stays has used or made may go, and
+    so may what a preparation that was killed has left.
+    """
+    users: Dict[str, int] = {}
+    for name in run_names(root):
+        for digest in _environments_of(RunDir(root, name)) if name not in gone else ():
+            users[digest] = users.get(digest, 0) + 1
+    for name, path, status in _folders(os.path.join(root, "envs")):
+        try:
+            last_used_t = os.lstat(path + ".lock").st_mtime
+        except OSError:
+            last_used_t = status.st_mtime
+        age_s, why_kept = time.time() - last_used_t, None
+        if name in users and os.path.exists(os.path.join(path, "done")):
+            count = users[name]
+            why_kept = "%d run%s here used it" % (count, "" if count == 1 else "s")
+        elif age_s < MIN_AGE_S:
+            why_kept = "it was used less than %d min ago" % (MIN_AGE_S // 60)
+        size = _size(path)
+        if why_kept is None:
+            why_kept = _remove_environment(root, path, is_real)
+        yield dict(_item("environment", name, size, why_kept), age_s=age_s)
+
+
+def _environments_of(run: RunDir) -> List[str]:
+    noted = run.manifest
+    found = noted.get("envs") if isinstance(noted, dict) else None
+    return [str(digest) for digest in found] if isinstance(found, list) else []
+
+
+def _remove_environment(root: str, path: str, is_real: bool) -> Optional[str]:
+    """Returns why it stays or None; who waits for the lock finds out that its file has gone."""
+    lock = path + ".lock"
+    fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        if not locks.take(fd, exclusive=True):
+            return "a run is using or preparing it"
+        if not is_real:
+            return None
+        aside = _put_aside(root, path)
+        os.unlink(lock)
+    finally:
+        os.close(fd)
+    return _delete(aside)
 
 
 def _take_queue(path: str) -> Optional[int]:

@@ -25,9 +25,15 @@ class StartFailed(Exception):
 
 
 def start(
-    run: RunDir, job: Dict[str, Any], entries: Sequence[Entry], lock_fd: int, secrets: Dict[str, str]
+    run: RunDir,
+    job: Dict[str, Any],
+    entries: Sequence[Entry],
+    lock_fd: int,
+    secrets: Dict[str, str],
+    preparers: Sequence[str] = (),
 ) -> None:
-    """Starts the supervisor, which keeps ``lock_fd`` and ``secrets``; returns once it is ready.
+    """Starts the supervisor, which keeps ``lock_fd``, ``secrets`` and the ids of the runs that prepare what
+    the run needs; returns once it is ready.
 
     Raises:
         StartFailed: it did not come up.
@@ -37,7 +43,7 @@ def start(
     child = os.fork()
     if child == 0:
         os.close(ready_read)
-        _become_supervisor(run, job, entries, lock_fd, secrets, ready_write)
+        _become_supervisor(run, job, entries, lock_fd, secrets, preparers, ready_write)
     os.close(ready_write)
     os.close(lock_fd)
     os.waitpid(child, 0)
@@ -58,6 +64,7 @@ def _become_supervisor(
     entries: Sequence[Entry],
     lock_fd: int,
     secrets: Dict[str, str],
+    preparers: Sequence[str],
     ready_fd: int,
 ) -> None:
     """Never returns: every path out of here ends the process."""
@@ -67,7 +74,7 @@ def _become_supervisor(
         if os.fork():
             os._exit(0)
         _leave_the_channel(run, {lock_fd, ready_fd})
-        _supervise(run, job, entries, secrets, ready_fd)
+        _supervise(run, job, entries, secrets, preparers, ready_fd)
         code = 0
     except BaseException:  # noqa: BLE001  (nothing may return into the channel's code)
         import traceback  # noqa: PLC0415
@@ -93,7 +100,12 @@ def _leave_the_channel(run: RunDir, keep: "set[int]") -> None:
 
 
 def _supervise(
-    run: RunDir, job: Dict[str, Any], entries: Sequence[Entry], secrets: Dict[str, str], ready_fd: int
+    run: RunDir,
+    job: Dict[str, Any],
+    entries: Sequence[Entry],
+    secrets: Dict[str, str],
+    preparers: Sequence[str],
+    ready_fd: int,
 ) -> None:
     me = processes.identity(os.getpid())
     try:
@@ -111,7 +123,7 @@ def _supervise(
         cgroup = cgroups.make(place)
         if cgroup != place:
             run.change_state(run.state["state"], cgroup=None)
-        work = Job(job, entries, run, writer, secrets, cgroup)
+        work = Job(job, entries, run, writer, secrets, cgroup, preparers)
     except Exception as error:
         os.write(ready_fd, json.dumps({"error": "%s: %s" % (type(error).__name__, error)}).encode("utf-8"))
         raise

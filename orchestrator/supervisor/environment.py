@@ -45,11 +45,13 @@ def build(
     cards: Sequence[Card],
     secrets: Mapping[str, str],
     container: Mapping[str, str],
+    prepared: Sequence[str] = (),
 ) -> Dict[str, str]:
     """Returns the payload's whole environment; ``secrets`` are the variables that no record may show.
 
     ``container`` is what `of_container` returned, or empty; it wins over the base alone. A virtual
-    environment comes before both on PATH, and the run's own PATH before all.
+    environment comes before both on PATH, those that were ``prepared`` before that, the last one first, and
+    the run's own PATH before all.
 
     ``events`` is the events descriptor as ``number:inode``: in a process that did not inherit it the number
     may be another file, which the inode tells.
@@ -58,8 +60,8 @@ def build(
     env = {name: base[name] for name in BASE_VARIABLES if name in base}
     env.update(container)
     env.update({name: value for name, value in DEFAULTS.items() if name not in container})
-    if job.get("venv"):
-        env["VIRTUAL_ENV"] = os.path.expanduser(job["venv"])
+    for venv in ([os.path.expanduser(job["venv"])] if job.get("venv") else []) + list(prepared):
+        env["VIRTUAL_ENV"] = venv
         env["PATH"] = os.pathsep.join([env["VIRTUAL_ENV"] + "/bin", env.get("PATH", os.defpath)])
     env.update(job["env"])
     env.update(secrets)

@@ -1,5 +1,5 @@
-"""One run from its first record to its last: waits for its turn, starts the payload, pumps its output, ends
-its whole process tree.
+"""One run from its first record to its last: waits for its turn and for what it needs, starts the payload,
+pumps its output, ends its whole process tree.
 
 A single-threaded loop over the payload's pipes, the control pipe, signals and deadlines. It ends when the
 main process and every descendant are gone and their pipes are drained, or when what is left could not be
@@ -11,7 +11,7 @@ import select
 import selectors
 import signal
 import time
-from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple, Union
 
 from . import environment, gpus, processes, program, store
 from .ending import Ending, Why
@@ -26,6 +26,9 @@ from .sampling import Sampler, Strangers
 from .tree import Tree
 from .turns import Turn
 
+if TYPE_CHECKING:
+    from . import setups
+
 HEARTBEAT_S = 10.0
 DRAIN_S = 2.0
 SCAN_S = 0.1
@@ -33,6 +36,7 @@ GRACE_S = 10.0
 PROC = "main"
 MAX_NAMED = 20
 CARDS_PAUSE_S = 1.0
+PREPARING_PAUSE_S = 0.2
 LAST_READS = 64  # a pipe holds less; a process that could not be ended may write into it for ever
 
 
@@ -40,7 +44,7 @@ class Job:
     """Runs ``job`` (the controller's JSON) in the folder of ``run``, whose ``code`` holds the ``entries``.
 
     ``secrets`` are variables that the payload gets and no record shows; ``cgroup`` is the payload's, if there
-    can be one.
+    can be one; ``preparers`` are runs that prepare what it needs.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class Job:
         writer: RecordWriter,
         secrets: Dict[str, str],
         cgroup: Optional[str],
+        preparers: Sequence[str] = (),
     ) -> None:
         self._job = job
         self._entries = entries
@@ -67,9 +72,10 @@ class Job:
         self._events: Optional[Events] = None
         turn = job.get("turn")
         self._turn = Turn(run, turn) if turn else None  # runs that are started in order queue up in order
-        self._leases: Optional[Leases] = None
-        if self._turn is None:
-            self._queue_for_cards()
+        self._needs = _needs(run, job, preparers)
+        # … for cards too; who has to wait for something else first is in nobody's way meanwhile
+        is_ready = self._turn is None and self._needs is None
+        self._leases = self._queue_for_cards() if is_ready else None
         self._sampler: Optional[Sampler] = None
         self._strangers = Strangers(self._tree.members)
         self._asked: Dict[str, str] = {}
@@ -88,7 +94,9 @@ class Job:
         try:
             self._wake_on_signals()
             self._watch(self._control)
-            cards = self._wait_for_cards() if self._wait_for_turn() else None
+            cards = None
+            if self._wait_for_turn() and self._wait_for_environments():
+                cards = self._wait_for_cards()
             if cards is not None:
                 self._start(cards)
                 self._loop()
@@ -125,21 +133,39 @@ class Job:
                 if self._ending.is_stopping:
                     return False
         self._writer.write("turn", waited_s=round(time.monotonic() - began, 3))
-        self._queue_for_cards()
         return True
 
-    def _queue_for_cards(self) -> None:
-        if self._job["devices"]:
-            self._leases = Leases(self._run, self._job["devices"], bool(self._job.get("shares_cards")))
+    def _wait_for_environments(self) -> bool:
+        """Tells whether the payload may start: not when the run is stopped while they are being prepared."""
+        needs = self._needs
+        if needs is None:
+            return True
+        began = time.monotonic()
+        if not needs.try_take():
+            self._writer.write("preparing", file=needs.waits_for, by=needs.by)
+            self._run.change_state("waiting")
+            while not needs.try_take():
+                self._step(PREPARING_PAUSE_S)
+                if self._ending.is_stopping:
+                    return False
+        waited_s = round(time.monotonic() - began, 3)
+        self._writer.write("prepared", environments=needs.as_record(), waited_s=waited_s)
+        return True
+
+    def _queue_for_cards(self) -> Optional[Leases]:
+        if not self._job["devices"]:
+            return None
+        return Leases(self._run, self._job["devices"], bool(self._job.get("shares_cards")))
 
     def _wait_for_cards(self) -> Optional[List[gpus.Card]]:
         """Returns the cards once the run has them, None when it is stopped before."""
         chosen: List[gpus.Card] = []
-        if self._leases is not None:
+        leases = self._leases = self._leases or self._queue_for_cards()
+        if leases is not None:
             began, told = time.monotonic(), None
             while not chosen:
-                chosen = self._try_take(self._leases)
-                obstacles = {} if chosen else dict(self._leases.obstacles)
+                chosen = self._try_take(leases)
+                obstacles = {} if chosen else dict(leases.obstacles)
                 if obstacles and obstacles.keys() != told:
                     told = obstacles.keys()
                     said = list(obstacles.values())[:MAX_NAMED]
@@ -152,7 +178,7 @@ class Job:
                         return None
             waited_s = round(time.monotonic() - began, 3)
             self._writer.write("cards", cards=gpus.as_record(chosen), waited_s=waited_s)
-        if self._turn is not None or self._leases is not None:
+        if any(waited is not None for waited in (self._turn, self._needs, leases)):
             self._run.change_state("running", cards=[card.label for card in chosen], obstacles=[])
         return chosen
 
@@ -178,12 +204,14 @@ class Job:
             cards=chosen,
             secrets=self._secrets,
             container=container,
+            prepared=[] if self._needs is None else self._needs.venvs,
         )
-        argv = program.argv(self._job, self._run, self._entries)
-        inherited = [events_write, *([] if self._turn is None else [self._turn.fd])]
-        inherited += [] if self._leases is None else self._leases.fds
+        argv = self._argv()
+        held = [events_write, *([] if self._turn is None else [self._turn.fd])]
+        for places in (self._needs, self._leases):
+            held += [] if places is None else places.fds
         try:
-            child = program.spawn(argv, cwd, self._asked, inherited, self._tree.cgroup)
+            child = program.spawn(argv, cwd, self._asked, held, self._tree.cgroup)
         finally:
             os.close(events_write)
         child.returncode = 0  # this loop reaps it: Popen must not try
@@ -202,6 +230,13 @@ class Job:
         if chosen:
             self._sampler = Sampler([card.uuid for card in chosen], self._record_sample)
             self._watch(self._sampler)
+
+    def _argv(self) -> List[str]:
+        needs = self._needs
+        if needs is None:
+            return program.argv(self._job, self._run, self._entries)
+        preparation = needs.preparation(self._run.code) if self._job.get("prepares") else ""
+        return program.argv(self._job, self._run, self._entries, needs.python, preparation)
 
     def _container_env(self) -> Tuple[Dict[str, str], List[str]]:
         if not self._job.get("import_container_env"):
@@ -418,6 +453,14 @@ class Job:
             )
         finally:
             self._writer.close()
+
+
+def _needs(run: RunDir, job: Dict[str, Any], preparers: Sequence[str]) -> "Optional[setups.Needs]":
+    if not (job.get("setup") or job.get("prepares")):
+        return None
+    from .setups import Needs  # noqa: PLC0415  (only who needs it pays)
+
+    return Needs(run, job, preparers)
 
 
 def _read_out(source: Union[Events, Pump]) -> None:

@@ -25,6 +25,15 @@ def is_held(path: str) -> bool:
     return False
 
 
+def is_at(fd: int, path: str) -> bool:
+    """Tells whether an open file is the one that others find at ``path``: not one that was removed."""
+    try:
+        there = os.stat(path)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(os.fstat(fd), there)
+
+
 @contextmanager
 def shared(path: str) -> Iterator[None]:
     """Holds ``path`` shared, once whoever has it exclusively lets go."""

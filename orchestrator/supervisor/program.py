@@ -1,8 +1,8 @@
 """What a run executes: its argument vector, and the process that it becomes.
 
-A job names a module or a script of its bundle, which `instrument` runs, or a command, which is executed as it
-is. The process gets a session of its own, two pipes, the descriptors it is to inherit, and is in the run's
-cgroup before its first instruction.
+A job names a module or a script of its bundle, which `instrument` runs, a command, which is executed as it
+is, or an environment, which `prepare` makes. The process gets a session of its own, two pipes, the
+descriptors it is to inherit, and is in the run's cgroup before its first instruction.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any, Dict, List, Optional, Sequence
 from . import cgroups, store
 from .rundir import RunDir
 
-KINDS = ("module", "script", "command")
+KINDS = ("module", "script", "command", "prepares")
 
 
 class Refused(Exception):
@@ -30,24 +30,34 @@ def check(job: Dict[str, Any]) -> None:
         )
 
 
-def argv(job: Dict[str, Any], run: RunDir, entries: Sequence[store.Entry]) -> List[str]:
-    """Returns what to execute; for a module its parameters are written to params.json.
+def argv(
+    job: Dict[str, Any],
+    run: RunDir,
+    entries: Sequence[store.Entry],
+    python: str = sys.executable,
+    preparation: str = "",
+) -> List[str]:
+    """Returns what to execute, modules and scripts by ``python``; for a module its parameters are written to
+    params.json. ``preparation`` is what a run that prepares an environment tells `prepare`.
 
     Raises:
         Refused: the script is none of the bundle's files.
     """
     if job.get("command"):
         return list(job["command"])
-    instrument = os.path.join(os.path.dirname(os.path.abspath(__file__)), "instrument.py")
+    ours = os.path.dirname(os.path.abspath(__file__))
+    if job.get("prepares"):
+        return [python, "-I", os.path.join(ours, "prepare.py"), preparation]
+    instrument = os.path.join(ours, "instrument.py")
     if job.get("script"):
         if job["script"] not in {entry[0] for entry in entries}:
             raise Refused("there is no %s in the bundle" % job["script"])
         path = os.path.join(run.code, job["script"])
-        return [sys.executable, instrument, "--script", path, *job.get("args", ())]
+        return [python, instrument, "--script", path, *job.get("args", ())]
     params = os.path.join(run.path, "params.json")
     with open(params, "w", encoding="utf-8") as file:
         json.dump(job["params"], file, indent=1)
-    return [sys.executable, instrument, job["module"], "--params", params]
+    return [python, instrument, job["module"], "--params", params]
 
 
 def spawn(

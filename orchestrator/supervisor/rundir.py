@@ -81,9 +81,12 @@ class RunDir:
         os.close(fd)
         return None
 
-    def note_manifest(self, entries: Sequence[Sequence[Any]]) -> None:
-        """Notes which objects the code was unpacked from, and by which supervisor: what must stay for it."""
+    def note_manifest(self, entries: Sequence[Sequence[Any]], envs: Sequence[str] = ()) -> None:
+        """Notes which objects the code was unpacked from, by which supervisor, and which prepared
+        environments the run uses or makes: what must stay for it.
+        """
         noted = {"supervisor": supervisor_digest(), "entries": [list(entry) for entry in entries]}
+        noted["envs"] = list(envs)
         with open(os.path.join(self.path, "manifest.json"), "w", encoding="utf-8") as file:
             json.dump(noted, file)
 

@@ -1,8 +1,10 @@
-"""Answers one request of the controller on one channel: to start, read, stop, list, compare, clean or
-tell the time.
+"""Answers one request of the controller on one channel: to start, read, stop, list, compare, clean, tell the
+time or what is prepared.
 
 ``start`` is repeatable: the same request again finds the run that the first one started, and both then follow
-the same records; the ``secrets`` beside its job stay in memory. Errors are frames
+the same records; the ``secrets`` beside its job stay in memory. Where environments that the run needs are not
+there it starts nothing and says which, unless ``preparers`` names the runs that prepare them. Errors are
+frames
 ``{"error": code, "message": text}`` with code ``unfit`` (this host cannot), ``unknown-run``, ``conflict``
 (the id belongs to another job), ``damaged`` or ``refused``.
 """
@@ -53,6 +55,8 @@ class Service:
             self._list(request["runs"])
         elif op == "gc":
             self._gc(request)
+        elif op == "prepared":
+            self._prepared(request["setup"])
         elif op == "clock":
             self._clock(request["trips"])
         else:
@@ -74,15 +78,44 @@ class Service:
         turns.check(job.get("turn"))
         run = RunDir(self._root, job["run_id"])
         entries = checked_entries(job["bundle"], request["entries"])
+        envs, lacking = self._environments(job)
+        preparers = request.get("preparers")
+        if lacking and preparers is None and not run.has_started:
+            self._say({"unprepared": lacking})
+            return
         with locks.shared(os.path.join(self._root, locks.OBJECTS)):  # none of its objects goes meanwhile
-            lock_fd = self._unpack(run, job, entries)
+            lock_fd = self._unpack(run, job, entries, envs)
         if lock_fd is not None:
-            detach.start(run, job, entries, lock_fd, secrets)
+            detach.start(run, job, entries, lock_fd, secrets, preparers or ())
         self._say({"started": lock_fd is not None})
         if request["cursor"] is not None:
             self._read(run, request["cursor"], follow=True)
 
-    def _unpack(self, run: RunDir, job: Dict[str, Any], entries: Sequence[Entry]) -> Optional[int]:
+    def _environments(self, job: Dict[str, Any]) -> Tuple[List[str], List[int]]:
+        """Returns the digests of the environments that a run uses or makes, and which of those that it needs
+        are not there, by their place in its ``setup``.
+        """
+        needed, made = job.get("setup") or [], job.get("prepares")
+        if not needed and not made:
+            return [], []
+        from . import setups  # noqa: PLC0415  (only who needs it pays)
+
+        setups.check(job)
+        found = setups.chain(self._root, [*needed, *([made] if made else ())])
+        lacking = [place for place, _ in enumerate(needed) if found[place].done is None]
+        return [environment.digest for environment in found], lacking
+
+    def _prepared(self, specs: List[Dict[str, Any]]) -> None:
+        from . import setups  # noqa: PLC0415  (only who asks for it pays)
+
+        setups.check({"setup": specs})
+        found = setups.chain(self._root, specs)
+        told = [{"digest": each.digest, "done": each.done, "by": each.preparer} for each in found]
+        self._say({"prepared": told})
+
+    def _unpack(
+        self, run: RunDir, job: Dict[str, Any], entries: Sequence[Entry], envs: Sequence[str]
+    ) -> Optional[int]:
         """Asks for what is missing and puts the code into the run's folder; returns its lock's descriptor, or
         None when it was started before.
         """
@@ -95,7 +128,7 @@ class Service:
         lock_fd = run.claim(job)
         if lock_fd is not None:
             store.unpack(entries, run.code)
-            run.note_manifest(entries)
+            run.note_manifest(entries, envs)
         return lock_fd
 
     def _stop(self, run: RunDir, grace_s: Optional[float]) -> None:

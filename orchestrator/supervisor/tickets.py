@@ -11,7 +11,7 @@ import re
 from contextlib import contextmanager
 from typing import Iterator, List, NamedTuple
 
-from .locks import is_held
+from .locks import is_at, is_held
 from .rundir import RunDir
 
 WAITING, RUNNING = "waiting", "running"
@@ -89,7 +89,7 @@ class Tickets:
                 continue
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX)
-                if _is_at(fd, self._lock_path):
+                if is_at(fd, self._lock_path):
                     try:
                         yield
                     finally:
@@ -110,11 +110,3 @@ class Tickets:
     @property
     def _lock_path(self) -> str:
         return os.path.join(self._folder, "lock")
-
-
-def _is_at(fd: int, path: str) -> bool:
-    try:
-        there = os.stat(path)
-    except FileNotFoundError:
-        return False
-    return os.path.samestat(os.fstat(fd), there)

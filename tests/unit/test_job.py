@@ -59,6 +59,7 @@ def test_a_job_says_all_that_a_host_and_a_verdict_need() -> None:
         "grace_s": 10.0,
         "on_disk_full": "wait",
         "log_limit_bytes": None,
+        "setup": [],
         "turn": None,
         "provenance": BUNDLE.provenance.as_json(),
         "expect": {"verdicts": ["oom"], "metrics": {}},

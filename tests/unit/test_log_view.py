@@ -471,3 +471,6 @@ def test_who_waits_and_for_whom_is_said() -> None:
     assert waiting_note({"kind": "cards", "waited_s": 0.04}, RUN) is None
     assert waiting_note({"kind": "spawn"}, RUN) is None
     assert waiting_note({"kind": "queued"}, RUN) is not None  # a host may say anything
+    preparing = {"kind": "preparing", "by": "run3", "file": "a/r.txt"}
+    assert waiting_note(preparing, RUN) == f"run {RUN} waits until run run3 has prepared a/r.txt"
+    assert waiting_note({"kind": "preparing"}, RUN) is not None

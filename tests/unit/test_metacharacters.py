@@ -37,6 +37,7 @@ VISIBLE = EVERYTHING - {"newline", "nul", "override"}
 IN_A_PATH = VISIBLE - {"long"}
 IN_A_SEARCHED_PATH = IN_A_PATH - {"colon"}
 FILE_HERE = IN_A_PATH - {"option", "help", "dash"}
+SHIPPED_FILE = VISIBLE - {"home", "option", "help", "dash"}
 NAME_OF_A_METRIC = VISIBLE - {"option", "help", "dash"}
 
 
@@ -116,6 +117,9 @@ INVENTORY = (
     _host("root"),
     _host("root", holds=f"/srv/{TEXT}/orch", accepts=IN_A_SEARCHED_PATH, **_of_host("root")),
     _host("import_container_env"),
+    _host("setup.script", accepts=SHIPPED_FILE, read=lambda hosts: hosts.host("h").setup.path),
+    _host("setup.requirements", accepts=SHIPPED_FILE, read=lambda hosts: hosts.host("h").setup.path),
+    _host("setup.system_packages"),
     _host(
         "env.{}",
         "env",
@@ -160,6 +164,11 @@ def _overlay(prefix: str, *above: str) -> Iterator[Field]:
     yield field("alloc_conf", holds=f"backend:native,{TEXT}")
     yield field("devices", "devices", 0)
     yield field("devices", "devices", 0, holds=f"GPU-{TEXT}")
+    yield field("devices", "devices", TEXT, holds=1)
+    yield field("devices", "devices", "count")
+    for kind in ("script", "requirements"):
+        yield field(f"setup.{kind}", accepts=SHIPPED_FILE, read=lambda it: it.setup.path)
+    yield field("setup.system_packages")
     yield field("expect.verdict", "expect", "verdict", 0)
     yield field(
         "expect.metrics.{}",

@@ -18,6 +18,7 @@ NOW = 1000.0
         (Observed(silent_s=42.0, is_stopped=True), "silent 42 s, its supervisor is stopped"),
         (Observed(silent_s=3.0, is_stopped=True), "its supervisor is stopped"),
         (Observed(ahead=3), "3 ahead"),
+        (Observed(ahead=0), ""),
         (Observed(unreachable="a\x1b[2Jb", since_t=NOW + 50), "UNREACHABLE since 0 s (a\\x1b[2Jb)"),
     ],
 )

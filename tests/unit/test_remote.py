@@ -99,3 +99,16 @@ def test_files_that_are_asked_for_twice_or_not_in_the_bundle_are_not_sent(
     entries = [["go.py", 0o644, 1, SHA256]]
     with liar({"need": need}) as transport, pytest.raises(ProtocolError, match="the host asks for"):
         remote.start(transport, {}, entries, ObjectStore(tmp_path), None, {})
+
+
+@pytest.mark.parametrize("places", [[], [1], [-1], [[0]], ["0"], [True], 0, None])
+def test_a_host_cannot_lack_what_was_not_asked_for(liar: Liar, places: object, tmp_path: Path) -> None:
+    job = {"setup": [{"kind": "script"}]}
+    with liar({"unprepared": places}) as transport, pytest.raises(ProtocolError, match="nobody asked for"):
+        remote.start(transport, job, [], ObjectStore(tmp_path), None, {})
+
+
+@pytest.mark.parametrize("told", [[], [5], [{}], [{"digest": "d", "done": 5, "by": None}], [{}, {}]])
+def test_an_answer_about_what_is_prepared_is_checked(liar: Liar, told: list[Any]) -> None:
+    with liar({"prepared": told}) as transport, pytest.raises(ProtocolError, match="prepared environments"):
+        remote.prepared(transport, [{"kind": "script"}])
