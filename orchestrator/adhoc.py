@@ -15,7 +15,16 @@ from typing import Any
 from orchestrator.allocator import parse_alloc_conf, render_alloc_conf
 from orchestrator.errors import UsageError
 from orchestrator.experiment import GRACE_S, Expectation, Experiment
-from orchestrator.fields import Devices, check_variable, parse_devices, parse_duration, parse_grace
+from orchestrator.fields import (
+    Devices,
+    check_free_of_ranks,
+    check_variable,
+    parse_devices,
+    parse_duration,
+    parse_grace,
+    parse_memory_limit,
+    parse_processes,
+)
 from orchestrator.text import quoted
 
 __all__ = ["ProgramOptions", "command_experiment", "script_experiment"]
@@ -23,13 +32,15 @@ __all__ = ["ProgramOptions", "command_experiment", "script_experiment"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProgramOptions:
-    """The options as they were typed; None and empty where they were not."""
+    """The options as they were typed; None and empty where they were not. A command has the first five."""
 
     devices: str | None = None
     alloc_conf: str | None = None
     env: tuple[str, ...] = ()
     timeout: str | None = None
     grace: str | None = None
+    processes: str | None = None
+    memory_limit: str | None = None
 
     def given(self) -> list[tuple[str, str]]:
         """Returns each option that was typed, and the key of an experiment that says the same."""
@@ -39,6 +50,8 @@ class ProgramOptions:
             "--env": self.env or None,
             "--timeout": self.timeout,
             "--grace": self.grace,
+            "--processes": self.processes,
+            "--memory-limit": self.memory_limit,
         }
         return [(name, name[2:].replace("-", "_")) for name, value in values.items() if value is not None]
 
@@ -91,8 +104,14 @@ def command_experiment(argv: Sequence[str], options: ProgramOptions) -> Experime
 
 
 def _settings(options: ProgramOptions) -> dict[str, Any]:
+    env = dict(map(_variable, options.env))
+    processes = _read("--processes", parse_processes, options.processes or 1)
+    limit = options.memory_limit
+    _read("--env", lambda names: check_free_of_ranks(names, processes), env)
     return {
-        "env": dict(map(_variable, options.env)),
+        "env": env,
+        "processes": processes,
+        "memory_limit_bytes": None if limit is None else _read("--memory-limit", parse_memory_limit, limit),
         "alloc_conf": _read("--alloc-conf", _alloc_conf, options.alloc_conf or ""),
         "devices": _read("--devices", _devices, options.devices or "none"),
         "timeout_s": None if options.timeout is None else _read("--timeout", parse_duration, options.timeout),
@@ -100,7 +119,7 @@ def _settings(options: ProgramOptions) -> dict[str, Any]:
     }
 
 
-def _read(option: str, parse: Callable[[Any], Any], text: str) -> Any:
+def _read(option: str, parse: Callable[[Any], Any], text: Any) -> Any:
     """Reads one option; an error names it."""
     try:
         return parse(text)

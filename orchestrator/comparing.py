@@ -188,8 +188,8 @@ def _measures(run: RunFacts) -> dict[str, float]:
         found["took_s"] = run.row.ended_t - run.row.started_t
     found["peak_rss_bytes"] = run.outcome.peak_rss_bytes
     for peak in run.outcome.peak_memory:
-        found[f"cuda:{peak.index}.peak_allocated_bytes"] = peak.allocated_bytes
-        found[f"cuda:{peak.index}.peak_reserved_bytes"] = peak.reserved_bytes
+        found[f"{peak.card}.peak_allocated_bytes"] = peak.allocated_bytes
+        found[f"{peak.card}.peak_reserved_bytes"] = peak.reserved_bytes
     return {name: value for name, value in found.items() if value is not None}
 
 

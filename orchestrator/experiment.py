@@ -23,11 +23,14 @@ from orchestrator.errors import UnknownName, UsageError
 from orchestrator.fields import (
     Devices,
     Secret,
+    check_free_of_ranks,
     check_module,
     parse_device,
     parse_devices,
     parse_duration,
     parse_grace,
+    parse_memory_limit,
+    parse_processes,
     parse_size,
     parse_variable,
 )
@@ -80,7 +83,9 @@ class Experiment:
     The program is a ``module`` of ``payload``, a ``script`` (its path in what is shipped: the payload, or the
     one file at ``path``) with ``args``, or a ``command``, an argument vector for which nothing is shipped; or
     it ``prepares`` what a run needs, as that run's job says it. ``setup`` is what has to be prepared before.
-    ``case`` is the label of the matrix's case that it is; while there is a ``matrix`` it stands for many.
+    Several ``processes`` are ranks of that program; ``memory_limit_bytes`` is what each card is to look as if
+    it had. ``case`` is the label of the matrix's case that it is; while there is a ``matrix`` it stands for
+    many.
     The command line says whether it ``waits_for_cards`` that are taken, or ``shares_cards`` with others.
     """
 
@@ -99,6 +104,8 @@ class Experiment:
     devices: Devices = ()
     waits_for_cards: bool = True
     shares_cards: bool = False
+    processes: int = 1
+    memory_limit_bytes: int | None = None
     timeout_s: float | None = None
     grace_s: float = GRACE_S
     on_disk_full: str = "wait"
@@ -148,12 +155,16 @@ def load_experiment(path: Path, *, profile: str | None = None, overrides: Sequen
         raise UnknownName(
             f"{name}: no profile {quoted(profile)}; known are {known}{did_you_mean(profile, profiles)}"
         )
+    _refuse_rank_variables(source, base, profiles)
     chosen = base if profile is None else profiles[profile]
     matrix = None
     if document.matrix is not None:
         matrix = read_matrix(
             source, document.matrix, params=chosen.params, env=chosen.env, alloc_conf=chosen.alloc_conf
         )
+        with source.at("matrix", "env"):
+            varied = [axis.name for axis in matrix.axes if axis.kind == "env"]
+            check_free_of_ranks(varied, chosen.processes)
     return Experiment(
         name=name,
         path=path.absolute(),
@@ -163,6 +174,8 @@ def load_experiment(path: Path, *, profile: str | None = None, overrides: Sequen
         env=chosen.env,
         alloc_conf=render_alloc_conf(chosen.alloc_conf) or None,
         devices=chosen.devices,
+        processes=chosen.processes,
+        memory_limit_bytes=chosen.memory_limit_bytes,
         timeout_s=chosen.timeout_s,
         grace_s=chosen.grace_s,
         on_disk_full=chosen.on_disk_full,
@@ -192,6 +205,8 @@ class _Overlay(StrictModel):
     env: dict[str, Any] = Field(default_factory=dict)
     alloc_conf: Any = ""
     devices: Any = "none"
+    processes: Any = 1
+    memory_limit: Any = None
     timeout: Any = None
     grace: Any = GRACE_S
     on_disk_full: Any = "wait"
@@ -215,6 +230,8 @@ class _Settings:
     env: dict[str, str | Secret]
     alloc_conf: dict[str, AllocValue]
     devices: Devices
+    processes: int
+    memory_limit_bytes: int | None
     timeout_s: float | None
     grace_s: float
     on_disk_full: str
@@ -236,6 +253,8 @@ def _settings(source: Source, overlay: _Overlay, here: tuple[Key, ...]) -> _Sett
         env=env,
         alloc_conf=_alloc_conf(source, overlay.alloc_conf, (*here, "alloc_conf")),
         devices=_devices(source, overlay.devices, (*here, "devices")),
+        processes=_processes(source, overlay.processes, (*here, "processes")),
+        memory_limit_bytes=_memory_limit_bytes(source, overlay.memory_limit, (*here, "memory_limit")),
         timeout_s=_timeout_s(source, overlay.timeout, (*here, "timeout")),
         grace_s=_grace_s(source, overlay.grace, (*here, "grace")),
         on_disk_full=_on_disk_full(source, overlay.on_disk_full, (*here, "on_disk_full")),
@@ -263,6 +282,16 @@ def _devices(source: Source, value: Any, here: tuple[Key, ...]) -> Devices:
         return parse_devices(value)
 
 
+def _processes(source: Source, value: Any, here: tuple[Key, ...]) -> int:
+    with source.at(*here):
+        return parse_processes(value)
+
+
+def _memory_limit_bytes(source: Source, value: Any, here: tuple[Key, ...]) -> int | None:
+    with source.at(*here):
+        return None if value is None else parse_memory_limit(value)
+
+
 def _timeout_s(source: Source, value: Any, here: tuple[Key, ...]) -> float | None:
     with source.at(*here):
         return None if value is None else parse_duration(value)
@@ -286,6 +315,14 @@ def _log_limit_bytes(source: Source, value: Any, here: tuple[Key, ...]) -> int |
         if limit is not None and limit < LEAST_LOG_LIMIT_BYTES:
             raise UsageError(f"must be at least {LEAST_LOG_LIMIT_BYTES // 1024**2}MiB")
         return limit
+
+
+def _refuse_rank_variables(source: Source, base: _Settings, profiles: Mapping[str, _Settings]) -> None:
+    with source.at("processes"):
+        check_free_of_ranks(base.env, base.processes)
+    for name, settings in profiles.items():
+        with source.at("profiles", name, "processes"):
+            check_free_of_ranks(settings.env, settings.processes)
 
 
 def _expectation(source: Source, expect: _Expect, here: tuple[Key, ...]) -> Expectation:
@@ -339,6 +376,8 @@ def _overlaid(source: Source, base: _Settings, overlay: _Overlay, here: tuple[Ke
         env={**base.env, **own.env},
         alloc_conf=alloc_conf,
         devices=own.devices if "devices" in given else base.devices,
+        processes=own.processes if "processes" in given else base.processes,
+        memory_limit_bytes=own.memory_limit_bytes if "memory_limit" in given else base.memory_limit_bytes,
         timeout_s=own.timeout_s if "timeout" in given else base.timeout_s,
         grace_s=own.grace_s if "grace" in given else base.grace_s,
         on_disk_full=own.on_disk_full if "on_disk_full" in given else base.on_disk_full,

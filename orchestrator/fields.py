@@ -1,5 +1,5 @@
-"""Single fields of the YAML files as checked values: variables, a module, devices, durations, sizes (stdlib
-only).
+"""Single fields of the YAML files as checked values: variables, a module, devices, numbers, durations, sizes
+(stdlib only).
 
 Knows which values are acceptable, not where they stand: a refusal is a `UsageError` that reads on after the
 field's name, which the caller puts before it.
@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from orchestrator.errors import UsageError
+from orchestrator.supervisor import ranks
 from orchestrator.text import did_you_mean, quoted
 
 __all__ = [
     "CardCount",
     "Devices",
     "Secret",
+    "check_free_of_ranks",
     "check_module",
     "check_variable",
     "devices_json",
@@ -28,6 +30,8 @@ __all__ = [
     "parse_devices",
     "parse_duration",
     "parse_grace",
+    "parse_memory_limit",
+    "parse_processes",
     "parse_size",
     "parse_variable",
 ]
@@ -213,6 +217,29 @@ def _card_count(value: Mapping[Any, Any]) -> CardCount:
     return CardCount(count=count, free_bytes=None if free is None else parse_size(free))
 
 
+def parse_processes(value: object) -> int:
+    """Returns how many processes a run has, from a number or its text.
+
+    Raises:
+        UsageError: anything else, or not 1 to 64.
+    """
+    number = int(value) if isinstance(value, str) and re.fullmatch(r"[0-9]{1,3}", value) else value
+    if type(number) is not int or not 1 <= number <= ranks.MOST:
+        raise UsageError(f"{quoted(value)} is no number of processes: use 1 to {ranks.MOST}")
+    return number
+
+
+def check_free_of_ranks(names: Iterable[str], processes: int) -> None:
+    """Accepts variables that do not say what each of several processes is told by orch.
+
+    Raises:
+        UsageError: one does.
+    """
+    for name in names:
+        if processes > 1 and name in ranks.VARIABLES:
+            raise UsageError(f"{name} is set by orch for each of {processes} processes: take it out of env")
+
+
 def parse_duration(value: object) -> float:
     """Returns seconds from a number or from text such as "90s", "1.5m", "2h", "1d".
 
@@ -258,6 +285,18 @@ def parse_size(value: object) -> int:
     if match is None:
         raise UsageError(f"{quoted(value)} is no size: use a number with KiB, MiB, GiB or TiB, such as 2GiB")
     return int(float(match[1]) * 1024 ** ("KMGT".index(match[2]) + 1))
+
+
+def parse_memory_limit(value: object) -> int:
+    """Returns bytes as `parse_size` does, more than none.
+
+    Raises:
+        UsageError: anything else.
+    """
+    limit = parse_size(value)
+    if not limit:
+        raise UsageError("must be more than 0")
+    return limit
 
 
 def _check_secret(value: str | None) -> str:

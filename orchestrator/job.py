@@ -71,6 +71,8 @@ def job_for(
         "devices": devices_json(experiment.devices),
         "waits_for_cards": experiment.waits_for_cards,
         "shares_cards": experiment.shares_cards,
+        "processes": experiment.processes,
+        "memory_limit_bytes": experiment.memory_limit_bytes,
         "timeout_s": experiment.timeout_s,
         "grace_s": experiment.grace_s,
         "on_disk_full": experiment.on_disk_full,

@@ -14,6 +14,7 @@ from orchestrator.errors import UsageError
 from orchestrator.ledger import MASK, RunRow
 from orchestrator.lifecycle import State
 from orchestrator.provenance import Provenance
+from orchestrator.supervisor import ranks
 from orchestrator.text import check_name
 
 MOST_TEXT = 4096
@@ -111,6 +112,14 @@ def _is_number_or_none(value: object) -> bool:
     return value is None or _is_number(value)
 
 
+def _is_count_or_none(value: object) -> bool:
+    return value is None or (type(value) is int and 1 <= value <= ranks.MOST)
+
+
+def _is_size_or_none(value: object) -> bool:
+    return value is None or (type(value) is int and 0 < value < 2**63)
+
+
 def _is_hash(value: object) -> bool:
     return isinstance(value, str) and len(value) == 64 and set(value) <= set("0123456789abcdef")
 
@@ -184,6 +193,8 @@ _KEYS: Mapping[str, Callable[[object], bool]] = {
     "devices": _are_devices,
     "waits_for_cards": _is_flag_or_none,
     "shares_cards": _is_flag_or_none,
+    "processes": _is_count_or_none,
+    "memory_limit_bytes": _is_size_or_none,
     "timeout_s": _is_number_or_none,
     "grace_s": _is_number_or_none,
     "provenance": _is_provenance,

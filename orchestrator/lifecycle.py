@@ -32,6 +32,7 @@ from typing import Any
 from orchestrator.errors import OrchError
 from orchestrator.experiment import Bounds, Expectation
 from orchestrator.fields import devices_text
+from orchestrator.supervisor import ranks
 from orchestrator.text import did_you_mean
 
 Record = Mapping[str, Any]
@@ -102,11 +103,36 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peak:
-    """The most memory that torch's allocator held on a card; ``index`` counts inside the process."""
+    """The most memory that torch's allocator held on a card; ``index`` counts inside the process ``proc``."""
 
     index: int
     allocated_bytes: int
     reserved_bytes: int
+    proc: str = ranks.ALONE
+
+    @property
+    def card(self) -> str:
+        """Returns the card as the process names it, and which process that is."""
+        return _card(self.proc, self.index)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryLimit:
+    """What torch's allocator in ``proc`` may take of a card that is to look as if it had ``limit_bytes``."""
+
+    index: int
+    limit_bytes: int
+    allocator_bytes: int
+    proc: str = ranks.ALONE
+
+    @property
+    def card(self) -> str:
+        """Returns the card as the process names it, and which process that is."""
+        return _card(self.proc, self.index)
+
+
+def _card(proc: str, index: int) -> str:
+    return f"cuda:{index}" if proc == ranks.ALONE else f"{proc} cuda:{index}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,11 +152,13 @@ class Outcome:
 
     ``end`` is the end record's outcome (exited, signalled, timeout, cancelled, refused, abandoned), None
     while there is none. ``oom_kill`` is where the kernel killed for memory meanwhile: "cgroup" or "host".
-    ``metrics`` holds the last value of each name; one that is no number is NaN. ``survivors`` could not be
-    ended. ``unproven`` is what was asked for and never reported from inside. ``notes`` are oddities that
-    change no verdict; of these and of the mismatches there are at most `MOST_NOTES`. ``prepared`` are the
-    environments that it used. ``is_cut``: the run's
-    log limit removed more than output before it was mirrored, so that what that said is not known.
+    ``first_proc`` is the first of several processes to fail, ``exception_proc`` the one whose exception is
+    told; ``pid``, ``devices`` and settings are those of the first process that told them. ``metrics`` holds
+    the last value of each name; one that is no number is NaN, and those of ranks after the first are called
+    ``rank1/NAME``. ``survivors`` could not be ended. ``unproven`` is what was asked for and never reported
+    from inside. ``notes`` are oddities that change no verdict; of these and of the mismatches there are at
+    most `MOST_NOTES`. ``prepared`` are the environments that it used. ``is_cut``: the run's log limit
+    removed more than output before it was mirrored, so that what that said is not known.
     """
 
     end: str | None = None
@@ -138,8 +166,10 @@ class Outcome:
     signal: int | None = None
     oom_kill: str | None = None
     reason: str | None = None
+    first_proc: str | None = None
     exception_type: str | None = None
     exception_message: str | None = None
+    exception_proc: str | None = None
     missing_module: str | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     mismatches: tuple[str, ...] = ()
@@ -160,6 +190,7 @@ class Outcome:
     peak_memory: tuple[Peak, ...] = ()
     card_use: tuple[CardUse, ...] = ()
     prepared: tuple[str, ...] = ()
+    memory_limits: tuple[MemoryLimit, ...] = ()
 
     @property
     def state(self) -> State:
@@ -215,11 +246,11 @@ def judge(outcome: Outcome, expectation: Expectation) -> Verdict:
 def outcome_of(records: Iterable[Record]) -> Outcome:
     """Folds a run's records, in their order, into what they say.
 
-    Of several uncaught exceptions the first counts, unless one is an out-of-memory error: ranks that lose
-    their peer fail with other errors after it. Of several process exits the end record's code and signal
-    count.
+    Of several uncaught exceptions that of the first process to fail counts, unless one is an out-of-memory
+    error: ranks that lose their peer fail with other errors after it. Of several process exits the end
+    record's code and signal count.
     """
-    found: dict[str, Any] = {"metrics": {}}
+    found: dict[str, Any] = {"metrics": {}, "exceptions": {}, "peaks": {}, "limits": {}, "proofs": set()}
     for record in records:
         read = _READERS.get(str(record.get("kind")))
         if read is not None:
@@ -228,11 +259,20 @@ def outcome_of(records: Iterable[Record]) -> Outcome:
         found.pop(name, None) for name in ("asked", "missing", "others_cut", "sampled")
     )
     found["card_use"] = tuple(_card_use(uuid, sums) for uuid, sums in (sampled or {}).items())
+    proofs = found.pop("proofs")
+    found["peak_memory"] = tuple(peak for _, peaks in sorted(found.pop("peaks").items()) for peak in peaks)
+    found["memory_limits"] = tuple(limit for _, limit in sorted(found.pop("limits").items()))
+    found["metrics"] = {
+        f"rank{rank}/{name}" if rank else name: value
+        for rank, told in sorted(found["metrics"].items())
+        for name, value in told.items()
+    }
+    found |= _exception(found.pop("exceptions"), found.get("first_proc"))
     is_cut = missing is not None and others_cut != 0
     if missing is not None:
         what = "what they said of metrics, facts and exceptions is not known" if is_cut else "output, no more"
         _note(found, f"records {', '.join(missing)} were cut by the run's log limit before they came: {what}")
-    return Outcome(**found, unproven=tuple(_unproven(asked or {}, found)), is_cut=is_cut)
+    return Outcome(**found, unproven=tuple(_unproven(asked or {}, proofs)), is_cut=is_cut)
 
 
 def _name(outcome: Outcome) -> tuple[str, tuple[str, ...]]:
@@ -244,9 +284,16 @@ def _name(outcome: Outcome) -> tuple[str, tuple[str, ...]]:
     if outcome.end == "exited" and outcome.exit_code == 0:
         doubt = (CUT_REASON,) if outcome.is_cut else ()
         return ("unverified", (*outcome.unproven, *doubt)) if outcome.unproven else ("ok", ())
-    if outcome.end == "exited" and (outcome.exception_type or "").endswith("OutOfMemoryError"):
+    if _is_oom(outcome):
         return "oom", ended
     return str(outcome.state), ended
+
+
+def _is_oom(outcome: Outcome) -> bool:
+    """A rank out of memory leaves its peers waiting, and what watches over them may end one by a signal."""
+    is_of_another = outcome.exception_proc not in (None, outcome.first_proc)
+    has_ended = outcome.end == "exited" or (outcome.end == "signalled" and is_of_another)
+    return has_ended and _is_oom_type(outcome.exception_type or "")
 
 
 def _how_it_ended(outcome: Outcome) -> tuple[str, ...]:
@@ -267,7 +314,8 @@ def _how_it_ended(outcome: Outcome) -> tuple[str, ...]:
             "or set 'python:' in inventory.yaml"
         )
     elif outcome.exception_type is not None and outcome.exit_code != 0:
-        parts.append(f"{outcome.exception_type}: {outcome.exception_message or ''}".rstrip(": "))
+        whose = "" if outcome.exception_proc is None else f"{outcome.exception_proc}: "
+        parts.append(f"{whose}{outcome.exception_type}: {outcome.exception_message or ''}".rstrip(": "))
     return tuple(parts)
 
 
@@ -305,6 +353,7 @@ def _read_prepared(found: dict[str, Any], record: Record) -> None:
 
 def _read_facts(found: dict[str, Any], record: Record) -> None:
     """A process tells its facts piece by piece, each when it is known."""
+    proc = _proc(record)
     for name in ("python", "torch", "allocator"):
         if text := _text(record.get(name)):
             found.setdefault(name, text)
@@ -312,23 +361,45 @@ def _read_facts(found: dict[str, Any], record: Record) -> None:
         found.setdefault("allocator_settings", settings)
     if devices := tuple(map(_device, _mappings(record.get("devices")))):
         found.setdefault("devices", devices)
-    if peaks := tuple(map(_peak, _mappings(record.get("peak_memory")))):
-        found["peak_memory"] = peaks
-    told = (*found.get("mismatches", ()), *map(str, _list(record.get("mismatches"))))
-    found["mismatches"] = tuple(dict.fromkeys(told))[:MOST_NOTES]
+    limits = [_memory_limit(proc, item) for item in _mappings(record.get("memory_limit"))]
+    told = {"allocator": _text(record.get("allocator")), "devices": devices, "memory_limit": limits}
+    found["proofs"] |= {(proc, name) for name, value in told.items() if value}
+    if peaks := tuple(_peak(proc, item) for item in _mappings(record.get("peak_memory"))):
+        found["peaks"][_rank(proc)] = peaks
+    found["limits"] |= {(_rank(proc), limit.index): limit for limit in limits if limit.allocator_bytes}
+    whose = "" if proc == ranks.ALONE else f"{proc}: "
+    wrong = (f"{whose}{text}" for text in _list(record.get("mismatches")))
+    found["mismatches"] = tuple(dict.fromkeys((*found.get("mismatches", ()), *wrong)))[:MOST_NOTES]
     _note(found, _text(record.get("instrument_error")))
 
 
-def _unproven(asked: Mapping[str, Any], found: Mapping[str, Any]) -> Iterable[str]:
-    if asked.get("alloc_conf") and "allocator" not in found:
-        yield f"allocator settings {asked['alloc_conf']} were asked for, and no process said what took effect"
-    if asked.get("devices") and "devices" not in found:
-        yield f"devices {devices_text(asked['devices'])} were asked for, and no process used CUDA"
+def _unproven(asked: Mapping[str, Any], proofs: set[tuple[str, str]]) -> Iterable[str]:
+    """Every one of a run's processes has to say what it got."""
+    procs = ranks.names(asked.get("processes", 1))
+
+    def silent(proof: str) -> str | None:
+        """Returns the beginning of a sentence about who did not say it, None where all did."""
+        missing = [proc for proc in procs if (proc, proof) not in proofs]
+        if not missing:
+            return None
+        return "no process" if len(missing) == len(procs) else f"{', '.join(missing)} never"
+
+    if asked.get("alloc_conf") and (who := silent("allocator")):
+        yield f"allocator settings {asked['alloc_conf']} were asked for, and {who} said what took effect"
+    if asked.get("devices") and (who := silent("devices")):
+        yield f"devices {devices_text(asked['devices'])} were asked for, and {who} used CUDA"
+    if asked.get("memory_limit_bytes") and (who := silent("memory_limit")):
+        yield f"a memory limit of {_gib(asked['memory_limit_bytes'])} was asked for, and {who} kept to one"
 
 
 def _read_segment(found: dict[str, Any], record: Record) -> None:
     if isinstance(job := record.get("job"), Mapping):
-        found["asked"] = {"alloc_conf": _text(job.get("alloc_conf")), "devices": job.get("devices")}
+        found["asked"] = {
+            "alloc_conf": _text(job.get("alloc_conf")),
+            "devices": job.get("devices"),
+            "processes": min(max(_integer(job.get("processes")) or 1, 1), ranks.MOST),
+            "memory_limit_bytes": _integer(job.get("memory_limit_bytes")),
+        }
 
 
 def _read_seal(found: dict[str, Any], _record: Record) -> None:
@@ -345,8 +416,9 @@ def _read_event(found: dict[str, Any], record: Record) -> None:
     if not isinstance(event, Mapping):
         return
     if event.get("kind") == "metric" and isinstance(event.get("name"), str):
-        value = _number(event.get("value"))
-        found["metrics"][event["name"]] = math.nan if value is None else value
+        value, rank = _number(event.get("value")), _rank(_proc(record))
+        told = found["metrics"].setdefault(rank, {})
+        told[event["name"]] = math.nan if value is None else value
     if event.get("kind") == "warning":
         _note(found, f"the payload warns: {_text(event.get('about'))}: {_text(event.get('message'))}")
 
@@ -356,18 +428,29 @@ def _read_event_refused(found: dict[str, Any], record: Record) -> None:
 
 
 def _read_exception(found: dict[str, Any], record: Record) -> None:
-    kind, known = _text(record.get("type")), found.get("exception_type")
-    if kind is None or (known is not None and not _is_first_oom(known, kind)):
+    kind, proc = _text(record.get("type")), _proc(record)
+    if kind is None:
         return
-    found.update(
-        exception_type=kind,
-        exception_message=_text(record.get("message")),
-        missing_module=_text(record.get("missing_module")),
-    )
+    known = found["exceptions"].get(proc)
+    if known is None or (_is_oom_type(kind) and not _is_oom_type(known["exception_type"])):
+        found["exceptions"][proc] = {
+            "exception_type": kind,
+            "exception_message": _text(record.get("message")),
+            "missing_module": _text(record.get("missing_module")),
+            "exception_proc": None if proc == ranks.ALONE else proc,
+        }
 
 
-def _is_first_oom(known: str, new: str) -> bool:
-    return new.endswith("OutOfMemoryError") and not known.endswith("OutOfMemoryError")
+def _exception(told: Mapping[str, Mapping[str, Any]], first: str | None) -> Mapping[str, Any]:
+    """Returns the exception that counts; ``told`` has one of each process, in the order of their coming."""
+    for exception in told.values():
+        if _is_oom_type(exception["exception_type"]):
+            return exception
+    return told.get(first or "", next(iter(told.values()), {}))
+
+
+def _is_oom_type(kind: str) -> bool:
+    return kind.endswith("OutOfMemoryError")
 
 
 def _read_exit(found: dict[str, Any], record: Record) -> None:
@@ -388,8 +471,10 @@ def _read_cut(found: dict[str, Any], record: Record) -> None:
 
 
 def _read_pipe_held(found: dict[str, Any], record: Record) -> None:
+    proc = _proc(record)
+    whose, who = ("the", "the main process") if proc == ranks.ALONE else (f"{proc}'s", "it")
     for process in _processes(record.get("holders")):
-        _note(found, f"kept the output open after the main process had ended: {process}")
+        _note(found, f"kept {whose} output open after {who} had ended: {process}")
 
 
 def _read_leftover(found: dict[str, Any], record: Record) -> None:
@@ -446,6 +531,7 @@ def _read_end(found: dict[str, Any], record: Record) -> None:
         exit_code=_integer(record.get("code")),
         signal=_integer(record.get("signal")),
         reason=_text(record.get("reason")),
+        first_proc=_text(record.get("proc")),
         survivors=_processes(record.get("survivors")),
         ended_t=_number(record.get("t")),
         is_end_sealed=False,
@@ -488,8 +574,33 @@ def _device(item: Record) -> Device:
     )
 
 
-def _peak(item: Record) -> Peak:
+def _memory_limit(proc: str, item: Record) -> MemoryLimit:
+    return MemoryLimit(
+        proc=proc,
+        index=_integer(item.get("index")) or 0,
+        limit_bytes=_integer(item.get("limit_bytes")) or 0,
+        allocator_bytes=_integer(item.get("allocator_bytes")) or 0,
+    )
+
+
+def _proc(record: Record) -> str:
+    """Returns which process a record is about."""
+    return _text(record.get("proc")) or ranks.ALONE
+
+
+def _rank(proc: str) -> int:
+    """Returns a process's rank, 0 for one without."""
+    number = proc.removeprefix("rank")
+    return int(number) if number.isdecimal() and len(number) < 4 else 0
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / 1024**3:.2f} GiB"
+
+
+def _peak(proc: str, item: Record) -> Peak:
     return Peak(
+        proc=proc,
         index=_integer(item.get("index")) or 0,
         allocated_bytes=_integer(item.get("allocated_bytes")) or 0,
         reserved_bytes=_integer(item.get("reserved_bytes")) or 0,

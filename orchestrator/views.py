@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from types import MappingProxyType
@@ -22,7 +22,7 @@ from orchestrator.fields import devices_text
 from orchestrator.inventory import Host
 from orchestrator.job import program_of, setup_text
 from orchestrator.ledger import RunRow
-from orchestrator.lifecycle import CardUse, Device, Outcome, Peak, Verdict, is_terminal
+from orchestrator.lifecycle import CardUse, Device, MemoryLimit, Outcome, Peak, Verdict, is_terminal
 from orchestrator.observed import Observed
 from orchestrator.text import counted, printable
 
@@ -116,6 +116,8 @@ def run_json(row: RunRow, observed: Observed | None = None) -> dict[str, Any]:
         "devices",
         "waits_for_cards",
         "shares_cards",
+        "processes",
+        "memory_limit_bytes",
         "timeout_s",
         "provenance",
         "expect",
@@ -164,6 +166,8 @@ def _what(row: RunRow) -> _Lines:
     yield program.kind, (f"{program.text}{params}",)
     if row.job.get("setup"):
         yield "setup", tuple(map(setup_text, row.job["setup"]))
+    if (count := row.job.get("processes") or 1) > 1:
+        yield "processes", (f"{count}, rank0 to rank{count - 1}",)
     if program.kind != "command":  # which has no code of ours
         yield "bundle", (row.bundle,)
     if program.kind not in ("command", "prepares"):  # files of a setup: are told apart by their bundle alone
@@ -176,6 +180,8 @@ def _where(row: RunRow, outcome: Outcome) -> _Lines:
     sharing = ", shared with whoever has them" if row.job.get("shares_cards") else ""
     asked = f"asked: {devices_text(row.job.get('devices'))}{sharing}"
     yield "devices", (asked, *map(_device, outcome.devices), *map(_use, outcome.card_use))
+    if limit_bytes := row.job.get("memory_limit_bytes"):
+        yield "memory limit", _memory_limit(limit_bytes, outcome.memory_limits)
     asked_of_allocator = row.job.get("alloc_conf")
     effective = _effective(outcome, str(asked_of_allocator or ""))
     yield "allocator", (f"asked: {asked_of_allocator or 'nothing'}", f"effective: {effective}")
@@ -188,7 +194,8 @@ def _where(row: RunRow, outcome: Outcome) -> _Lines:
 def _result(row: RunRow, outcome: Outcome, verdict: Verdict | None, state: str) -> _Lines:
     yield "times", (_times(row, outcome),)
     rss = outcome.peak_rss_bytes
-    peaks = (*map(_peak, outcome.peak_memory), *(() if rss is None else (f"host {_gib(rss)} resident",)))
+    where = "in the largest process" if (row.job.get("processes") or 1) > 1 else "resident"
+    peaks = (*map(_peak, outcome.peak_memory), *(() if rss is None else (f"host {_gib(rss)} {where}",)))
     if peaks:
         yield "peak memory", peaks
     if outcome.metrics:
@@ -284,8 +291,16 @@ def _use(use: CardUse) -> str:
     return f"{use.uuid}: {', '.join(parts)}, in {counted(use.samples, 'sample')}"
 
 
+def _memory_limit(asked_bytes: int, limits: Sequence[MemoryLimit]) -> tuple[str, ...]:
+    """Returns what each allocator may take of a card that is made to look smaller."""
+    if not limits:
+        return (f"asked: {_gib(asked_bytes)}", "effective: not reported")
+    kept = [f"the allocator of {limit.card} may take {_gib(limit.allocator_bytes)}" for limit in limits]
+    return (f"{_gib(asked_bytes)}, simulated; out-of-memory messages show the real capacity", *kept)
+
+
 def _peak(peak: Peak) -> str:
-    return f"cuda:{peak.index} {_gib(peak.allocated_bytes)} allocated, {_gib(peak.reserved_bytes)} reserved"
+    return f"{peak.card} {_gib(peak.allocated_bytes)} allocated, {_gib(peak.reserved_bytes)} reserved"
 
 
 def _parameters(params: object) -> str:

@@ -37,7 +37,8 @@ run_argument = click.argument("run", metavar="RUN")
 
 def program_options(command: Command) -> Command:
     """Adds what an experiment's keys say, for a program that no experiment describes."""
-    options = (
+    return _with_options(
+        command,
         click.option(
             "--devices", metavar="LIST", help="0,1 or UUIDs, or count=2,free_memory=90GiB; default: none."
         ),
@@ -46,6 +47,18 @@ def program_options(command: Command) -> Command:
         click.option("--timeout", metavar="TIME", help="Such as 90s, 10m, 2h; default: none."),
         click.option("--grace", metavar="TIME", help="From SIGTERM to SIGKILL; default: 10s."),
     )
+
+
+def script_options(command: Command) -> Command:
+    """Adds what only a Python program can be asked for."""
+    return _with_options(
+        command,
+        click.option("--processes", metavar="N", help="So many ranks, as torchrun starts them; default: 1."),
+        click.option("--memory-limit", metavar="SIZE", help="What each card is to look as if it had: 96GiB."),
+    )
+
+
+def _with_options(command: Command, *options: Callable[[Command], Command]) -> Command:
     for option in reversed(options):
         command = option(command)
     return command

@@ -73,6 +73,8 @@ def _facts(plan: Plan) -> dict[str, str]:
         "setup": ", ".join(map(setup_text, job["setup"])) or "none",
         "allocator": job["alloc_conf"] or "nothing asked",
         "devices": devices_text(job["devices"]),
+        "processes": str(job["processes"]),
+        "memory": "the card's" if job["memory_limit_bytes"] is None else f"{job['memory_limit_bytes']} bytes",
         "variables": ", ".join(sorted(job["env"])) or "none",
         "secrets": ", ".join(f"{name} from {source}" for name, source in job["secrets"].items()) or "none",
         "timeout": "none" if job["timeout_s"] is None else f"{job['timeout_s']:g} s",

@@ -27,6 +27,7 @@ from orchestrator.cli.options import (
     open_workspace,
     program_options,
     run_argument,
+    script_options,
     share_option,
     wait_option,
 )
@@ -55,6 +56,7 @@ from orchestrator.workspace import Workspace
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a parameter; repeatable."
 )
 @program_options
+@script_options
 @wait_option
 @share_option
 @detach_option
@@ -79,8 +81,8 @@ def run(
 
     FILE is an experiment (YAML), or a Python script (….py) with ARGS. An experiment with a matrix, or several
     hosts, make a group: every case on every host. A script is sent alone, one inside payloads/NAME/ with that
-    whole payload; --devices, --alloc-conf, --env, --timeout and --grace are for scripts, an experiment has
-    keys for them.
+    whole payload; --devices, --alloc-conf, --env, --timeout, --grace, --processes and --memory-limit are for
+    scripts, an experiment has keys for them.
 
     Exit code 0 only when every verdict is good. Ctrl-C leaves the view and not the run; a second one cancels
     it.

@@ -5,7 +5,7 @@ run is given up, and its survivors are named, when killing has not helped for `t
 """
 
 import time
-from typing import Iterable, List, NamedTuple, Optional
+from typing import Iterable, List, Mapping, NamedTuple, Optional
 
 from . import processes
 from .records import RecordWriter
@@ -47,14 +47,17 @@ class Ending:
             kill_at = time.monotonic() + grace
             self._kill_at = kill_at if self._kill_at is None else min(self._kill_at, kill_at)
 
-    def end_leftovers(self, proc: str, open_pipes: Iterable[int]) -> None:
-        """The main process has ended and something still runs or holds a pipe: names it, then ends it."""
+    def end_leftovers(self, open_pipes: Mapping[str, Iterable[int]]) -> None:
+        """What was started has ended and something still runs, or holds a pipe: names it, then ends it.
+
+        ``open_pipes`` are the inodes of those pipes, by the process that they were made for.
+        """
         self.look()
-        inodes = set(open_pipes)
-        if not self.left and not inodes:
+        if not self.left and not open_pipes:
             return
-        if inodes:
-            holders = processes.holders_of(inodes, processes.everything())
+        everything = processes.everything() if open_pipes else []
+        for proc, inodes in open_pipes.items():
+            holders = processes.holders_of(set(inodes), everything)
             self._writer.write("pipe_held", proc=proc, holders=processes.describe(holders))
         self._writer.write("leftover", processes=processes.describe(self.left))
         if self._kill_at is None and self._give_up_at is None:

@@ -21,6 +21,8 @@ DEFAULTS = {
     "PYTHONFAULTHANDLER": "1",
     "PYTHONDONTWRITEBYTECODE": "1",  # a bundle's tree stays what it was
 }
+DEFAULTS_OF_RANKS = {"OMP_NUM_THREADS": "1"}  # as torchrun: each would take all cores
+MEMORY_LIMIT_VARIABLE = "ORCH_MEMORY_LIMIT_BYTES"
 OF_ITS_USER = ("HOME", "USER", "LOGNAME", "SHELL", "PWD", "OLDPWD", "SHLVL", "TERM", "HOSTNAME", "_")
 OF_THE_RUN = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 SECRET_NAME = re.compile("TOKEN|SECRET|PASS|KEY|CREDENTIAL|AUTH|COOKIE|SESSION|PRIVATE", re.IGNORECASE)
@@ -41,25 +43,23 @@ def build(
     job: Mapping[str, Any],
     base: Mapping[str, str],
     code_dir: str,
-    events: str,
     cards: Sequence[Card],
     secrets: Mapping[str, str],
     container: Mapping[str, str],
     prepared: Sequence[str] = (),
 ) -> Dict[str, str]:
-    """Returns the payload's whole environment; ``secrets`` are the variables that no record may show.
+    """Returns what all processes of a run get; ``secrets`` are the variables that no record may show.
 
     ``container`` is what `of_container` returned, or empty; it wins over the base alone. A virtual
     environment comes before both on PATH, those that were ``prepared`` before that, the last one first, and
     the run's own PATH before all.
 
-    ``events`` is the events descriptor as ``number:inode``: in a process that did not inherit it the number
-    may be another file, which the inode tells.
     ``CUDA_VISIBLE_DEVICES`` is always set, to UUIDs or to nothing: a run without devices sees no card.
     """
     env = {name: base[name] for name in BASE_VARIABLES if name in base}
     env.update(container)
-    env.update({name: value for name, value in DEFAULTS.items() if name not in container})
+    defaults = {**DEFAULTS, **(DEFAULTS_OF_RANKS if job.get("processes", 1) > 1 else {})}
+    env.update({name: value for name, value in defaults.items() if name not in container})
     for venv in ([os.path.expanduser(job["venv"])] if job.get("venv") else []) + list(prepared):
         env["VIRTUAL_ENV"] = venv
         env["PATH"] = os.pathsep.join([env["VIRTUAL_ENV"] + "/bin", env.get("PATH", os.defpath)])
@@ -70,8 +70,18 @@ def build(
     env["CUDA_VISIBLE_DEVICES"] = ",".join(card.uuid for card in cards)
     env["PYTHONPATH"] = code_dir
     env["ORCH_RUN_ID"] = job["run_id"]
-    env["ORCH_EVENTS_FD"] = events
+    if job.get("memory_limit_bytes"):
+        env[MEMORY_LIMIT_VARIABLE] = str(job["memory_limit_bytes"])
     return env
+
+
+def of_process(shared: Mapping[str, str], events: str, rank: Mapping[str, str]) -> Dict[str, str]:
+    """Returns one process's whole environment: what `build` made, the variables of its ``rank``, its events.
+
+    ``events`` is the events descriptor as ``number:inode``: in a process that did not inherit it the number
+    may be another file, which the inode tells.
+    """
+    return {**shared, **rank, "ORCH_EVENTS_FD": events}
 
 
 def digest(env: Mapping[str, str]) -> str:
@@ -101,6 +111,21 @@ def mismatches(asked: Mapping[str, str], facts: Mapping[str, Any]) -> List[str]:
     devices = facts.get("devices")
     if isinstance(devices, list):
         found += _devices(asked.get("CUDA_VISIBLE_DEVICES", ""), devices)
+    limits = facts.get("memory_limit")
+    if isinstance(limits, list):
+        found += _memory_limit(asked.get(MEMORY_LIMIT_VARIABLE, ""), limits)
+    return found
+
+
+def _memory_limit(asked: str, told: List[Any]) -> List[str]:
+    found = []
+    for card in told:
+        problem = card.get("problem")
+        if problem is None and str(card.get("limit_bytes")) != asked:
+            problem = "is kept to %s bytes" % card.get("limit_bytes")
+        if problem is not None:
+            asked_gib = int(asked or 0) / _MIB / 1024
+            found.append("memory limit: asked for %.2f GiB, cuda:%s %s" % (asked_gib, card["index"], problem))
     return found
 
 

@@ -4,7 +4,8 @@
 instrument.py --script PATH [ARGUMENT…]`` like ``python PATH [ARGUMENT…]``. Both write JSON lines to the
 descriptor named by ``ORCH_EVENTS_FD``: Python and environment at once, torch's version when torch has been
 imported, the allocator's settings and the visible cards when CUDA has been initialised, the exception that
-ended the program, peak memory at the end. It never imports torch by itself and never fails the payload.
+ended the program, peak memory at the end. Where ``ORCH_MEMORY_LIMIT_BYTES`` asks for it the cards are made to
+look smaller. It never imports torch by itself and never fails the payload.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 SCRIPT_OPTION = "--script"
 EVENTS_FD_VARIABLE = "ORCH_EVENTS_FD"
+MEMORY_LIMIT_VARIABLE = "ORCH_MEMORY_LIMIT_BYTES"
 REPORTED_VARIABLES = (
     "PYTORCH_CUDA_ALLOC_CONF",
     "PYTORCH_ALLOC_CONF",
@@ -35,8 +37,10 @@ REPORTED_VARIABLES = (
     "PYTHONUNBUFFERED",
     "PYTHONFAULTHANDLER",
     "PYTHONPATH",
+    MEMORY_LIMIT_VARIABLE,
 )
 RESETS_OF_PEAKS = ("_cuda_resetPeakMemoryStats", "_accelerator_resetPeakStats")  # of torch._C, by card
+GIB = 1024**3
 MAX_MESSAGE_CHARACTERS = 4096  # at most 12 bytes each as JSON: one event stays below 64 KiB
 
 
@@ -60,10 +64,72 @@ def report(kind: str, **fields: Any) -> None:
             pass
 
 
+class MemoryLimit:
+    """Makes a card look as small as ``limit_bytes``, None for as it is: torch's allocator gets what the
+    context of this process and all others on the card leave of that.
+
+    A rank limits the card that LOCAL_RANK names, since to look at one is to take memory on it.
+    """
+
+    def __init__(self, limit_bytes: Optional[int]) -> None:
+        self._limit_bytes = limit_bytes
+        self._fractions: Dict[int, float] = {}
+
+    def apply(self, torch: Any) -> None:
+        """Limits the cards as they come up, before the payload has anything there, and reports it."""
+        if self._limit_bytes is None:
+            return
+        count, rank = torch.cuda.device_count(), os.environ.get("LOCAL_RANK", "")
+        own = [int(rank)] if rank.isdigit() and int(rank) < count else range(count)
+        told = [self._limit(torch, self._limit_bytes, index) for index in own]
+        self._hold(torch)
+        report("facts", memory_limit=told)
+
+    def check_used(self, used: List[int]) -> None:
+        """Reports the cards among those that were ``used`` which have no limit."""
+        if self._limit_bytes is not None and set(used) - set(self._fractions):
+            told = [
+                self._told(self._limit_bytes, index, "was used without a limit")
+                for index in used
+                if index not in self._fractions
+            ]
+            report("facts", memory_limit=told)
+
+    def _limit(self, torch: Any, limit_bytes: int, index: int) -> Dict[str, Any]:
+        free, total = torch.cuda.mem_get_info(index)
+        outside = total - free - torch.cuda.memory_reserved(index)
+        if limit_bytes > total:
+            return self._told(limit_bytes, index, "has %.2f GiB, it is not limited" % (total / GIB))
+        now_of = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # the allocator's settings may
+        fraction = min(max(0, limit_bytes - outside) / total, 1.0 if now_of is None else now_of(index))
+        torch.cuda.set_per_process_memory_fraction(fraction, index)
+        self._fractions[index] = fraction
+        if outside >= limit_bytes:
+            problem = "has %.2f GiB in use outside this process's allocator: nothing is left" % (
+                outside / GIB
+            )
+            return self._told(limit_bytes, index, problem)
+        return dict(self._told(limit_bytes, index), allocator_bytes=int(fraction * total))
+
+    def _hold(self, torch: Any) -> None:
+        """Lets the payload lower a card's limit and never raise it."""
+        set_fraction = torch._C._cuda_setMemoryFraction  # noqa: SLF001
+
+        def set_within(fraction: float, index: int) -> None:
+            set_fraction(min(fraction, self._fractions.get(index, fraction)), index)
+
+        torch._C._cuda_setMemoryFraction = set_within  # noqa: SLF001
+
+    @staticmethod
+    def _told(limit_bytes: int, index: int, problem: Optional[str] = None) -> Dict[str, Any]:
+        return {"index": index, "limit_bytes": limit_bytes, "allocator_bytes": None, "problem": problem}
+
+
 class PeakMemory:
     """The most memory that torch's allocator held on each card, also where a payload counts anew."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: MemoryLimit) -> None:
+        self._limit = limit
         self._before_resets: Dict[int, List[int]] = {}
 
     def watch(self, torch: Any) -> None:
@@ -88,7 +154,7 @@ class PeakMemory:
         return [max(pair) for pair in zip(now, self._before_resets.get(index, (0, 0)))]
 
     def report(self) -> None:
-        """Reports peak memory on every card that this process used."""
+        """Reports peak memory on every card that this process used, and those that it used unlimited."""
         torch = sys.modules.get("torch")
 
         def peaks() -> None:
@@ -100,6 +166,7 @@ class PeakMemory:
                 if reserved:
                     found.append({"index": index, "allocated_bytes": allocated, "reserved_bytes": reserved})
             report("facts", peak_memory=found)
+            self._limit.check_used([card["index"] for card in found])
 
         _try("read peak memory", peaks)
 
@@ -110,8 +177,9 @@ class TorchWatcher:
     Looking for torch without importing it, as libraries do, changes nothing: the watch goes on.
     """
 
-    def __init__(self, peak_memory: PeakMemory) -> None:
+    def __init__(self, peak_memory: PeakMemory, limit: MemoryLimit) -> None:
         self._peak_memory = peak_memory
+        self._limit = limit
         self._is_looking = False
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:  # noqa: ARG002
@@ -129,21 +197,25 @@ class TorchWatcher:
             def exec_module(module: Any) -> None:
                 run_module(module)
                 sys.meta_path.remove(self)
-                on_torch(module, self._peak_memory)
+                on_torch(module, self._peak_memory, self._limit)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
-def on_torch(torch: Any, peak_memory: PeakMemory) -> None:
-    """Reports the version now, allocator and cards as soon as CUDA is initialised; peaks count from here."""
+def on_torch(torch: Any, peak_memory: PeakMemory, limit: MemoryLimit) -> None:
+    """Reports the version now; as soon as CUDA is initialised, limits its memory and reports allocator and
+    cards. Peaks count from here.
+    """
     report("facts", torch=str(torch.__version__), cuda=str(torch.version.cuda))
     _try("watch peak memory", lambda: peak_memory.watch(torch))
-    _try("watch CUDA", lambda: torch.cuda._lazy_call(lambda: report_cuda(torch)))  # noqa: SLF001
+    _try("watch CUDA", lambda: torch.cuda._lazy_call(lambda: on_cuda(torch, limit)))  # noqa: SLF001
 
 
-def report_cuda(torch: Any) -> None:
-    """Reports which cards this process sees and what the allocator took, each as far as it can be read."""
+def on_cuda(torch: Any, limit: MemoryLimit) -> None:
+    """Limits memory, and reports which cards this process sees and what the allocator took, each as far as
+    it can be read.
+    """
 
     def devices() -> None:
         count = torch.cuda.device_count()
@@ -156,6 +228,7 @@ def report_cuda(torch: Any) -> None:
             settings = torch.cuda.memory._snapshot().get("allocator_settings", {})  # noqa: SLF001
         report("facts", allocator=backend, allocator_settings=settings)
 
+    _try("limit memory", lambda: limit.apply(torch))
     _try("read the cards", devices)
     _try("read the allocator", allocator)
 
@@ -189,8 +262,10 @@ def main(arguments: List[str]) -> None:
         executable=sys.executable,
         environment={name: os.environ.get(name) for name in REPORTED_VARIABLES},
     )
-    peak_memory = PeakMemory()
-    sys.meta_path.insert(0, TorchWatcher(peak_memory))
+    limit_bytes = os.environ.get(MEMORY_LIMIT_VARIABLE)
+    limit = MemoryLimit(None if limit_bytes is None else int(limit_bytes))
+    peak_memory = PeakMemory(limit)
+    sys.meta_path.insert(0, TorchWatcher(peak_memory, limit))
     atexit.register(peak_memory.report)
     is_script = arguments[0] == SCRIPT_OPTION
     sys.argv = arguments[1:] if is_script else arguments

@@ -1,9 +1,10 @@
 """One run from its first record to its last: waits for its turn and for what it needs, starts the payload,
 pumps its output, ends its whole process tree.
 
-A single-threaded loop over the payload's pipes, the control pipe, signals and deadlines. It ends when the
-main process and every descendant are gone and their pipes are drained, or when what is left could not be
-ended, which is then named. The last records are always ``end`` and a seal.
+A single-threaded loop over the payload's pipes, the control pipe, signals and deadlines. The first of several
+processes to fail ends the others. The loop ends when all processes that it started and every descendant are
+gone and their pipes are drained, or when what is left could not be ended, which is then named. The last
+records are always ``end`` and a seal.
 """
 
 import os
@@ -13,11 +14,12 @@ import signal
 import time
 from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple, Union
 
-from . import environment, gpus, processes, program, store
+from . import environment, gpus, processes, program, ranks, store
 from .ending import Ending, Why
 from .intake import Control, Events
 from .leases import Leases
 from .masks import Masks
+from .member import Exits, Member, Plan
 from .program import Refused
 from .pump import Pump
 from .records import DiskFull, RecordWriter
@@ -27,17 +29,17 @@ from .tree import Tree
 from .turns import Turn
 
 if TYPE_CHECKING:
+    import socket
+
     from . import setups
 
 HEARTBEAT_S = 10.0
 DRAIN_S = 2.0
 SCAN_S = 0.1
 GRACE_S = 10.0
-PROC = "main"
 MAX_NAMED = 20
 CARDS_PAUSE_S = 1.0
 PREPARING_PAUSE_S = 0.2
-LAST_READS = 64  # a pipe holds less; a process that could not be ended may write into it for ever
 
 
 class Job:
@@ -68,8 +70,10 @@ class Job:
         self._oom = processes.OomCounter(cgroup)
         self._selector = selectors.DefaultSelector()
         self._control = Control(run.open_control(), self._stop_on_request)
-        self._pumps: List[Pump] = []
-        self._events: Optional[Events] = None
+        self._members: List[Member] = []
+        self._failed: Optional[Member] = None
+        self._exits = Exits()
+        self._port: "Optional[socket.socket]" = None  # held to the end, so that nobody else gets it
         turn = job.get("turn")
         self._turn = Turn(run, turn) if turn else None  # runs that are started in order queue up in order
         self._needs = _needs(run, job, preparers)
@@ -78,9 +82,6 @@ class Job:
         self._leases = self._queue_for_cards() if is_ready else None
         self._sampler: Optional[Sampler] = None
         self._strangers = Strangers(self._tree.members)
-        self._asked: Dict[str, str] = {}
-        self._pid = 0
-        self._main_end: Optional[Tuple[int, Any]] = None
         self._timeout_at: Optional[float] = None
         self._drain_until: Optional[float] = None
         self._scan_at = 0.0
@@ -102,7 +103,7 @@ class Job:
                 self._loop()
             self._finish()
         except Refused as error:
-            self._end("refused", reason=str(error))
+            self._refuse(str(error))
         except DiskFull:
             waits = self._job.get("on_disk_full") != "stop"
             self._abandon(
@@ -192,43 +193,24 @@ class Job:
             raise Refused("%s; without --no-wait it waits, with --share it runs all the same" % said)
         return chosen
 
-    def _start(self, chosen: List[gpus.Card]) -> None:
+    def _start(self, cards: List[gpus.Card]) -> None:
         cwd = self._working_folder()
+        program.check_cards(self._job, cards)
         container, hidden = self._container_env()
-        events_read, events_write = os.pipe()
-        self._asked = environment.build(
+        env = environment.build(
             self._job,
             base=os.environ,
             code_dir=self._run.code,
-            events="%d:%d" % (events_write, os.fstat(events_write).st_ino),
-            cards=chosen,
+            cards=cards,
             secrets=self._secrets,
             container=container,
             prepared=[] if self._needs is None else self._needs.venvs,
         )
-        argv = self._argv()
-        held = [events_write, *([] if self._turn is None else [self._turn.fd])]
-        for places in (self._needs, self._leases):
-            held += [] if places is None else places.fds
-        try:
-            child = program.spawn(argv, cwd, self._asked, held, self._tree.cgroup)
-        finally:
-            os.close(events_write)
-        child.returncode = 0  # this loop reaps it: Popen must not try
-        self._pid = child.pid
-        assert child.stdout is not None
-        assert child.stderr is not None
-        self._record_spawn(argv, cwd, chosen, hidden)
-        for stream, file in (("stdout", child.stdout), ("stderr", child.stderr)):
-            self._add_pump(stream, os.dup(file.fileno()))
-            file.close()
-        source = {"proc": PROC, "pid": self._pid}
-        self._events = Events(events_read, self._writer, self._masks, source, self._asked)
-        self._watch(self._events)
+        self._start_members(Plan(self._argv(), cwd, env, hidden, cards, self._inherited()))
         timeout_s = self._job.get("timeout_s")
         self._timeout_at = time.monotonic() + timeout_s if timeout_s else None
-        if chosen:
-            self._sampler = Sampler([card.uuid for card in chosen], self._record_sample)
+        if cards:
+            self._sampler = Sampler([card.uuid for card in cards], self._record_sample)
             self._watch(self._sampler)
 
     def _argv(self) -> List[str]:
@@ -237,6 +219,29 @@ class Job:
             return program.argv(self._job, self._run, self._entries)
         preparation = needs.preparation(self._run.code) if self._job.get("prepares") else ""
         return program.argv(self._job, self._run, self._entries, needs.python, preparation)
+
+    def _inherited(self) -> List[int]:
+        """Returns the descriptors that the payload keeps open, also when this process is gone."""
+        held = [] if self._turn is None else [self._turn.fd]
+        for places in (self._needs, self._leases):
+            held += [] if places is None else places.fds
+        return held
+
+    def _start_members(self, plan: Plan) -> None:
+        count = ranks.count_of(self._job)
+        if count > 1:
+            self._port = ranks.hold_port()
+        for rank, name in enumerate(ranks.names(count)):
+            member = Member(name, self._writer, self._masks, self._tree)
+            self._members.append(member)
+            own = {}
+            if self._port is not None:
+                own = ranks.variables(rank, count, self._port.getsockname()[1], self._job["run_id"])
+            member.start(plan, own)
+            for source in member.sources:
+                self._watch(source)
+            if count > 1:
+                self._exits.watch(member.pid)
 
     def _container_env(self) -> Tuple[Dict[str, str], List[str]]:
         if not self._job.get("import_container_env"):
@@ -254,37 +259,6 @@ class Job:
         if not os.path.isdir(folder):
             raise Refused("%s is no folder; see workdir: of this host" % folder)
         return folder
-
-    def _record_spawn(self, argv: List[str], cwd: str, chosen: List[gpus.Card], hidden: List[str]) -> None:
-        got = processes.environment(self._pid)
-        self._writer.write(
-            "spawn",
-            proc=PROC,
-            pid=self._pid,
-            argv=argv,
-            cwd=cwd,
-            env=got,
-            not_imported=hidden,
-            env_digest=environment.digest(self._masks.value(got)),
-            identity=processes.identity(self._pid),
-            devices=gpus.as_record(chosen),
-            cgroup=self._tree.cgroup if self._tree.has_in_cgroup(self._pid) else None,
-        )
-        if got and got != self._asked:  # an empty one means that it is gone already
-            self._writer.write(
-                "facts",
-                proc=PROC,
-                pid=self._pid,
-                mismatches=environment.differences(self._asked, got, sorted(self._asked)),
-            )
-
-    def _add_pump(self, stream: str, fd: int) -> None:
-        def emit(off: int, line: int, key: str, value: str) -> None:
-            self._writer.write_output(PROC, self._pid, stream, off, line, key, value)
-
-        pump = Pump(fd, emit, self._masks.stream() if self._masks else None)
-        self._pumps.append(pump)
-        self._watch(pump)
 
     def _record_sample(self, sample: Dict[str, Any]) -> None:
         self._writer.write("gpus", **sample)
@@ -321,7 +295,7 @@ class Job:
 
     def _loop(self) -> None:
         while not self._is_over():
-            is_ending = self._main_end is not None or self._ending.is_stopping
+            is_ending = self._has_ended or self._ending.is_stopping
             self._step(SCAN_S if is_ending else HEARTBEAT_S)
 
     def _step(self, longest_s: float) -> None:
@@ -338,14 +312,20 @@ class Job:
         seal_in = self._writer.seal_due_in(now)
         return max(0.0, min(waits if seal_in is None else [seal_in, *waits]))
 
+    @property
+    def _has_ended(self) -> bool:
+        """All processes that were started have ended."""
+        return bool(self._members) and all(member.has_ended for member in self._members)
+
     def _is_over(self) -> bool:
         """Nothing runs and nothing is left to read; or killing did not help and time is up."""
-        is_drained = not any(pump.is_open for pump in self._pumps)
-        is_gone = self._main_end is not None and not self._ending.left
+        is_drained = all(member.is_drained for member in self._members)
+        is_gone = self._has_ended and not self._ending.left
         return (is_gone and is_drained) or self._ending.is_given_up()
 
     def _reap(self) -> None:
-        """Reaps every child: the main process, and orphans that came to us."""
+        """Reaps every child: the processes that were started, and orphans that came to us."""
+        ended = {}
         while True:
             try:
                 pid, status, usage = os.wait4(-1, os.WNOHANG)
@@ -353,31 +333,25 @@ class Job:
                 break
             if pid == 0:
                 break
-            if pid == self._pid and self._main_end is None:
-                self._main_end = (status, usage)
-                self._drain_until = time.monotonic() + DRAIN_S
-                self._timeout_at = None
-                self._record_exit(status, usage)
-        if self._main_end is not None and time.monotonic() >= self._scan_at:
+            ended[pid] = (status, usage)
+        members = {member.pid: member for member in self._members if not member.has_ended}
+        for pid in self._exits.ordered(ended):
+            if pid in members:
+                self._note_exit(members[pid], *ended[pid])
+        if self._failed is not None and not self._has_ended and not self._ending.is_stopping:
+            outcome, reason = self._own_end()
+            self._stop(Why(outcome, "%s; the other ranks were ended" % reason))
+        if self._has_ended and time.monotonic() >= self._scan_at:
             self._scan_at = time.monotonic() + SCAN_S / 2
             self._ending.look()
 
-    def _record_exit(self, status: int, usage: Any) -> None:
-        code, number = _exit(status)
-        self._writer.write(
-            "exit",
-            proc=PROC,
-            pid=self._pid,
-            code=code,
-            signal=number,
-            oom_kill=self._oom.since_start(),
-            oom_scope=self._oom.scope,
-            rusage={
-                "user_s": usage.ru_utime,
-                "system_s": usage.ru_stime,
-                "peak_rss_bytes": usage.ru_maxrss * 1024,
-            },
-        )
+    def _note_exit(self, member: Member, status: int, usage: Any) -> None:
+        member.record_exit(status, usage, self._oom)
+        if member.has_failed and self._failed is None:
+            self._failed = member
+        if self._has_ended:
+            self._drain_until = time.monotonic() + DRAIN_S
+            self._timeout_at = None
 
     def _keep_time(self) -> None:
         now = time.monotonic()
@@ -390,8 +364,9 @@ class Job:
             self._stop(Why("timeout", "the run took longer than its %g s" % self._job["timeout_s"]))
         if self._drain_until is not None and now >= self._drain_until:
             self._drain_until = None
-            open_pipes = [os.fstat(pump.fd).st_ino for pump in self._pumps if pump.is_open]
-            self._ending.end_leftovers(PROC, open_pipes)
+            self._ending.end_leftovers(
+                {member.name: member.open_pipes for member in self._members if not member.is_drained}
+            )
         self._ending.keep_time(now)
         if self._writer.seal_due_in(now) == 0.0:
             self._writer.seal()
@@ -409,23 +384,49 @@ class Job:
 
     def _stop(self, why: Why, grace_s: Optional[float] = None) -> None:
         self._timeout_at = None
-        self._ending.stop(why, grace_s, has_ended=self._main_end is not None)
+        self._ending.stop(why, grace_s, has_ended=self._has_ended)
 
     def _finish(self) -> None:
-        for pump in self._pumps:
-            _read_out(pump)
-            pump.close()
-        if self._events is not None:
-            _read_out(self._events)
+        self._read_out()
         if self._sampler is not None:
             self._sampler.stop()
-        code, number = _exit(self._main_end[0]) if self._main_end else (None, None)
         changed = store.changed_files(self._run.code, self._entries)
         if changed:
             self._writer.write("code_changed", files=changed[:MAX_NAMED], count=len(changed))
-        outcome, reason = self._ending.why or ("exited" if number is None else "signalled", None)
+        outcome, reason = self._ending.why or self._own_end()
         self._tree.forget()  # a run with an end is looked after by nobody
-        self._end(outcome, reason, code, number)
+        self._end(outcome, reason)
+
+    def _read_out(self) -> None:
+        for member in self._members:
+            member.read_out()
+
+    def _own_end(self) -> Tuple[str, Optional[str]]:
+        """Returns the outcome of a run that nobody stopped, and of several processes which was the first to
+        fail.
+        """
+        code, number = self._exit
+        outcome = "exited" if number is None else "signalled"
+        if self._failed is None or len(self._members) == 1:
+            return outcome, None
+        how = "exited with code %s" % code if number is None else "was ended by signal %d" % number
+        return outcome, "rank %d %s first" % (self._members.index(self._failed), how)
+
+    @property
+    def _exit(self) -> Tuple[Optional[int], Optional[int]]:
+        """Code or signal of the first process that failed; 0 when all ended well, twice None before."""
+        if self._failed is not None:
+            return self._failed.exit
+        return (0 if self._has_ended else None), None
+
+    def _refuse(self, reason: str) -> None:
+        """Ends ranks that were started before the one that could not be."""
+        if self._members:
+            self._ending.left = self._tree.end(0.0)
+            self._reap()
+            self._failed = None  # they were ended before any could fail
+            self._read_out()
+        self._end("refused", reason)
 
     def _abandon(self, reason: str) -> None:
         """Ends the tree without reading it out; the records say why, if the disk still takes them."""
@@ -435,21 +436,23 @@ class Job:
             self._reap()
         except DiskFull:
             pass  # the exit is recorded all the same
-        code, number = _exit(self._main_end[0]) if self._main_end else (None, None)
-        self._end("abandoned", reason, code, number)
+        self._end("abandoned", reason)
 
-    def _end(
-        self,
-        outcome: str,
-        reason: Optional[str],
-        code: Optional[int] = None,
-        signal_number: Optional[int] = None,
-    ) -> None:
+    def _end(self, outcome: str, reason: Optional[str]) -> None:
+        """Writes the last records; of several processes the first that failed is named."""
+        code, number = self._exit
+        first = self._failed.name if self._failed is not None and len(self._members) > 1 else None
         survivors = processes.describe(self._ending.left)
         self._writer.release_reserve()
         try:
             self._writer.write(
-                "end", outcome=outcome, code=code, signal=signal_number, reason=reason, survivors=survivors
+                "end",
+                outcome=outcome,
+                code=code,
+                signal=number,
+                reason=reason,
+                survivors=survivors,
+                **({} if first is None else {"proc": first}),
             )
         finally:
             self._writer.close()
@@ -461,17 +464,3 @@ def _needs(run: RunDir, job: Dict[str, Any], preparers: Sequence[str]) -> "Optio
     from .setups import Needs  # noqa: PLC0415  (only who needs it pays)
 
     return Needs(run, job, preparers)
-
-
-def _read_out(source: Union[Events, Pump]) -> None:
-    """Reads what is left in a pipe."""
-    for _ in range(LAST_READS):
-        if not (source.is_open and source.read()):
-            break
-
-
-def _exit(status: int) -> Tuple[Optional[int], Optional[int]]:
-    """Returns (exit code, None) or (None, signal number)."""
-    if os.WIFSIGNALED(status):
-        return None, os.WTERMSIG(status)
-    return os.WEXITSTATUS(status), None

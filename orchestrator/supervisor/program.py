@@ -1,8 +1,8 @@
 """What a run executes: its argument vector, and the process that it becomes.
 
 A job names a module or a script of its bundle, which `instrument` runs, a command, which is executed as it
-is, or an environment, which `prepare` makes. The process gets a session of its own, two pipes, the
-descriptors it is to inherit, and is in the run's cgroup before its first instruction.
+is, or an environment, which `prepare` makes. A process gets a session of its own, two pipes, the descriptors
+it is to inherit, and is in the run's cgroup before its first instruction.
 """
 
 import json
@@ -11,10 +11,12 @@ import subprocess
 import sys
 from typing import Any, Dict, List, Optional, Sequence
 
-from . import cgroups, store
+from . import cgroups, gpus, ranks, store
 from .rundir import RunDir
 
 KINDS = ("module", "script", "command", "prepares")
+_MIB = 1024**2
+_GIB = 1024**3
 
 
 class Refused(Exception):
@@ -22,12 +24,38 @@ class Refused(Exception):
 
 
 def check(job: Dict[str, Any]) -> None:
-    """Raises ValueError unless the job names exactly one program."""
+    """Raises ValueError unless the job names exactly one program, and nothing that this cannot have."""
     named = [kind for kind in KINDS if job.get(kind)]
     if len(named) != 1:
         raise ValueError(
             "a job has one of %s, this one has %s" % (", ".join(KINDS), " and ".join(named) or "none")
         )
+    ranks.count_of(job)
+    if job.get("memory_limit_bytes") and job.get("command"):
+        raise ValueError("a memory limit is kept from inside Python, and this job is a command")
+
+
+def check_cards(job: Dict[str, Any], cards: Sequence[gpus.Card]) -> None:
+    """Sees to it that the job's memory limit can be kept on these cards, as far as that shows before a start.
+
+    Raises:
+        Refused: it cannot.
+    """
+    limit = job.get("memory_limit_bytes")
+    if not limit:
+        return
+    count = ranks.count_of(job)
+    if len(cards) < count:  # two on one card would each take what is left below the limit
+        raise Refused(
+            "a memory limit needs a card for each process: there are %d for %d; see devices:"
+            % (len(cards), count)
+        )
+    for card in cards:
+        if 0 < card.total_mib * _MIB < limit:
+            raise Refused(
+                "a memory limit of %.2f GiB cannot be simulated on device %d, which has %.2f GiB"
+                % (limit / _GIB, card.number, card.total_mib * _MIB / _GIB)
+            )
 
 
 def argv(

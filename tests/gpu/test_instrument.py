@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,22 +23,52 @@ for mebibytes in (64, 512, 128):
     torch.empty(mebibytes * 2**20, dtype=torch.uint8, device="cuda")
     torch.cuda.empty_cache()
 """
+LIMITED = """
+import torch
+free, total = torch.cuda.mem_get_info()
+assert total - free < 2 * 2**30, "somebody else is on this card"
+torch.empty(3 * 2**30, dtype=torch.uint8, device="cuda")
+torch.cuda.empty_cache()
+torch.cuda.set_per_process_memory_fraction(1.0)
+try:
+    torch.empty(5 * 2**30, dtype=torch.uint8, device="cuda")
+except torch.OutOfMemoryError:
+    print("out of memory")
+"""
+
+
+def run_with_events(program: Path, **variables: str) -> tuple[list[dict[str, Any]], str]:
+    """Runs a script under the instrument; returns what it reported, and its output."""
+    reader, writer = os.pipe()
+    with os.fdopen(reader) as events:
+        done = subprocess.run(
+            [sys.executable, str(INSTRUMENT), "--script", str(program)],
+            env={**os.environ, **variables, "ORCH_EVENTS_FD": f"{writer}:{os.fstat(writer).st_ino}"},
+            stdout=subprocess.PIPE,
+            pass_fds=[writer],
+            check=True,
+        )
+        os.close(writer)
+        return [json.loads(line) for line in events], done.stdout.decode()
+
+
+def test_a_card_that_is_to_look_smaller_has_no_more_than_that(card: torch.device, tmp_path: Path) -> None:
+    program = tmp_path / "allocate.py"
+    program.write_text(LIMITED)
+    limit = 5 * 1024 * MIB
+    facts, printed = run_with_events(program, ORCH_MEMORY_LIMIT_BYTES=str(limit), CUDA_VISIBLE_DEVICES="0")
+    assert printed == "out of memory\n"
+    (told,) = [fact["memory_limit"] for fact in facts if "memory_limit" in fact]
+    assert [(entry["index"], entry["limit_bytes"], entry["problem"]) for entry in told] == [(0, limit, None)]
+    assert 3 * 1024 * MIB < told[0]["allocator_bytes"] < limit
+    assert not [fact for fact in facts if "instrument_error" in fact]
 
 
 def test_peak_is_the_whole_runs_although_the_payload_counts_anew_in_between(
     card: torch.device, tmp_path: Path
 ) -> None:
     (tmp_path / "allocate.py").write_text(PROGRAM)
-    reader, writer = os.pipe()
-    with os.fdopen(reader) as events:
-        subprocess.run(
-            [sys.executable, str(INSTRUMENT), "--script", str(tmp_path / "allocate.py")],
-            env={**os.environ, "ORCH_EVENTS_FD": f"{writer}:{os.fstat(writer).st_ino}"},
-            pass_fds=[writer],
-            check=True,
-        )
-        os.close(writer)
-        facts = [json.loads(line) for line in events]
+    facts, _ = run_with_events(tmp_path / "allocate.py")
     (peaks,) = [fact["peak_memory"] for fact in facts if "peak_memory" in fact]
     assert [(peak["index"], peak["allocated_bytes"] // MIB) for peak in peaks] == [(0, 512)]
     assert peaks[0]["reserved_bytes"] >= peaks[0]["allocated_bytes"]

@@ -276,20 +276,32 @@ class OomTest(unittest.TestCase):
             self.assertEqual((counter.scope, counter.since_start()), ("cgroup", 2))
 
 
+@unittest.skipUnless(os.geteuid() == 0, "mounting a small file system needs root")
 class FullDiskTest(HostCase):
-    @unittest.skipUnless(os.geteuid() == 0, "mounting a small file system needs root")
-    def test_a_run_that_is_not_to_wait_ends_at_once_and_says_so(self) -> None:
+    def setUp(self) -> None:
+        super().setUp()
         os.mkdir(self.root, 0o700)
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m,mode=700", "none", self.root], check=True)
         self.addCleanup(subprocess.run, ["umount", self.root], check=True)
         self.addCleanup(self.end_all)
+
+    def flooded(self, count: int) -> List[Dict[str, Any]]:
         flood = "import time\nfor _ in range(40): print('x' * 999999, flush=True)\ntime.sleep(100)"
-        records = self.run_code(flood, on_disk_full="stop")
+        return self.run_code(flood, on_disk_full="stop", processes=count)
+
+    def test_a_run_that_is_not_to_wait_ends_at_once_and_says_so(self) -> None:
+        records = self.flooded(1)
         end = of_kind(records, "end")[0]
         self.assertEqual((end["outcome"], end["survivors"]), ("abandoned", []))
         self.assertRegex(end["reason"], "disk is full.*on_disk_full: stop")
         self.assertEqual([record["kind"] for record in records[-3:]], ["exit", "end", "seal"])
         self.assertIn(records[-3]["signal"], (signal.SIGTERM, signal.SIGKILL))
+
+    def test_so_do_all_of_its_ranks(self) -> None:
+        records = self.flooded(2)
+        self.assertEqual([record["kind"] for record in records[-4:]], ["exit", "exit", "end", "seal"])
+        self.assertEqual(sorted(record["proc"] for record in records[-4:-2]), ["rank0", "rank1"])
+        self.assertEqual((records[-2]["outcome"], records[-2]["survivors"]), ("abandoned", []))
 
 
 if __name__ == "__main__":

@@ -36,6 +36,15 @@ def test_a_script_gets_its_arguments_and_what_was_typed(tmp_path: Path) -> None:
     assert found.expect == Expectation()
 
 
+def test_a_script_can_have_ranks_and_smaller_cards(tmp_path: Path) -> None:
+    options = ProgramOptions(processes="2", memory_limit="96GiB")
+    found = script_experiment(_script(tmp_path), [], options, project=tmp_path)
+    assert (found.processes, found.memory_limit_bytes) == (2, 96 * 1024**3)
+    assert options.given() == [("--processes", "processes"), ("--memory-limit", "memory_limit")]
+    plain = script_experiment(_script(tmp_path), [], ProgramOptions(), project=tmp_path)
+    assert (plain.processes, plain.memory_limit_bytes) == (1, None)
+
+
 def test_a_script_inside_a_payload_brings_that_payload(tmp_path: Path) -> None:
     inside = _script(tmp_path, "payloads/probe/tools/run.py")
     found = script_experiment(inside, [], ProgramOptions(), project=tmp_path)
@@ -79,6 +88,9 @@ def test_whatever_a_command_is_called_its_run_has_a_name(program: str) -> None:
         ({"env": ("CUDA_VISIBLE_DEVICES=0",)}, "--env 'CUDA_VISIBLE_DEVICES': is set by orch"),
         ({"timeout": "soon"}, "--timeout: 'soon' is no duration"),
         ({"grace": "-1"}, "--grace: '-1' is no duration"),
+        ({"processes": "0"}, "--processes: '0' is no number of processes"),
+        ({"processes": "2", "env": ("RANK=1",)}, "--env: RANK is set by orch for each of 2"),
+        ({"memory_limit": "96"}, "--memory-limit: '96' is no size"),
     ],
 )
 def test_an_option_that_cannot_be_read_is_named(options: dict[str, Any], message: str) -> None:

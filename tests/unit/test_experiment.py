@@ -407,3 +407,48 @@ def test_how_a_run_ends_is_checked_with_its_line(
 def test_a_profile_can_take_a_metric_s_bounds_away(tmp_path: Path) -> None:
     text = FULL.replace("plain: {}", "plain: {expect: {metrics: {peak_gib: null, other: null}}}")
     assert _load(tmp_path, profile="plain", text=text).expect.metrics == {"streak": Bounds(min=0.5, max=31.0)}
+
+
+RANKS = """\
+payload: dflash
+run: dflash.probe
+processes: 4
+memory_limit: 96GiB
+env: {OMP_NUM_THREADS: "8"}
+profiles:
+  one:
+    processes: 1
+    memory_limit: null
+    env: {MASTER_PORT: "29500"}
+  plain: {}
+"""
+
+
+def test_ranks_and_a_card_s_size_are_as_asked_and_a_profile_changes_them(tmp_path: Path) -> None:
+    def asked(profile: str | None, text: str = RANKS) -> tuple[int, int | None]:
+        loaded = _load(tmp_path, profile=profile, text=text)
+        return loaded.processes, loaded.memory_limit_bytes
+
+    assert asked(None) == asked("plain") == (4, 96 * 1024**3)
+    assert asked("one") == (1, None)
+    assert asked(None, "payload: dflash\nrun: dflash\n") == (1, None)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "message"),
+    [
+        ("processes: 4", "processes: 0", 3, "processes: 0 is no number of processes"),
+        ("memory_limit: 96GiB", "memory_limit: 96", 4, "memory_limit: 96 is no size"),
+        ("memory_limit: 96GiB", "memory_limit: 0GiB", 4, "memory_limit: must be more than 0"),
+        ("    processes: 1", "    processes: 2.5", 8, "profiles.one.processes: 2.5 is no number"),
+        ("    processes: 1", "    processes: 2", 8, "MASTER_PORT is set by orch for each of 2 processes"),
+        ("env: {OMP_NUM_THREADS", "env: {RANK", 3, "processes: RANK is set by orch for each of 4"),
+        ("  plain: {}", "matrix: {env: {LOCAL_RANK: ['0', '1']}}", 11, "matrix.env: LOCAL_RANK is set by"),
+    ],
+)
+def test_ranks_and_a_card_s_size_are_checked_with_their_line(
+    tmp_path: Path, old: str, new: str, line: int, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        _load(tmp_path, text=RANKS.replace(old, new))
+    assert caught.value.line == line

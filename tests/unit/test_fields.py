@@ -8,6 +8,7 @@ from orchestrator.errors import UsageError
 from orchestrator.fields import (
     CardCount,
     Secret,
+    check_free_of_ranks,
     check_module,
     check_variable,
     devices_json,
@@ -16,6 +17,8 @@ from orchestrator.fields import (
     parse_devices,
     parse_duration,
     parse_grace,
+    parse_memory_limit,
+    parse_processes,
     parse_size,
     parse_variable,
 )
@@ -311,3 +314,29 @@ def test_sizes_are_bytes(value: object, size_bytes: int) -> None:
 def test_what_is_no_size_is_refused(value: object) -> None:
     with pytest.raises(UsageError, match="no size"):
         parse_size(value)
+
+
+@pytest.mark.parametrize("value", [1, 8, 64, "2"])
+def test_a_number_of_processes_is_a_number_or_its_text(value: object) -> None:
+    assert parse_processes(value) == int(str(value))
+
+
+@pytest.mark.parametrize("value", [0, 65, -1, 1.0, True, None, "", "two", "0", "٣", [2]])
+def test_what_is_no_number_of_processes_is_refused(value: object) -> None:
+    with pytest.raises(UsageError, match="is no number of processes: use 1 to 64"):
+        parse_processes(value)
+
+
+def test_what_orch_tells_ranks_can_be_set_where_there_are_none() -> None:
+    check_free_of_ranks(["RANK", "MASTER_PORT"], 1)
+    check_free_of_ranks(["OMP_NUM_THREADS", "RANK_OF_MINE"], 2)
+    with pytest.raises(UsageError, match="MASTER_PORT is set by orch for each of 2 processes"):
+        check_free_of_ranks(["A", "MASTER_PORT"], 2)
+
+
+def test_a_memory_limit_is_more_than_nothing() -> None:
+    assert parse_memory_limit("94.97GiB") == int(94.97 * 1024**3)
+    with pytest.raises(UsageError, match="more than 0"):
+        parse_memory_limit("0GiB")
+    with pytest.raises(UsageError, match="is no size"):
+        parse_memory_limit(96)

@@ -55,6 +55,8 @@ def test_a_job_says_all_that_a_host_and_a_verdict_need() -> None:
         "devices": ["5"],
         "waits_for_cards": True,
         "shares_cards": False,
+        "processes": 1,
+        "memory_limit_bytes": None,
         "timeout_s": 600.0,
         "grace_s": 10.0,
         "on_disk_full": "wait",

@@ -29,13 +29,15 @@ JOB: dict[str, Any] = {
     "secrets": {},
     "alloc_conf": None,
     "devices": [],
+    "processes": 1,
+    "memory_limit_bytes": None,
     "timeout_s": None,
     "grace_s": None,
     "provenance": {"commit": "c" * 40, "dirty": True},
     "expect": {"verdicts": ["ok"], "metrics": {}},
 }
 
-OPTIONAL = {"version", "profile", "alloc_conf", "timeout_s", "grace_s"}
+OPTIONAL = {"version", "profile", "alloc_conf", "processes", "memory_limit_bytes", "timeout_s", "grace_s"}
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=9),
@@ -92,6 +94,11 @@ def test_a_job_that_lacks_a_key_is_none(key: str) -> None:
         ("expect", {"verdicts": ["ok"], "metrics": {"loss": {"most": 1}}}),
         ("secrets", {"A": 1}),
         ("grace_s", "10s"),
+        ("processes", 0),
+        ("processes", 65),
+        ("processes", True),
+        ("memory_limit_bytes", -1),
+        ("memory_limit_bytes", 2**63),
         ("turn", {"queue": "g-1"}),
         ("turn", {"queue": "g-1", "place": "first", "at_once": 1}),
         ("turn", {"queue": "g-1", "place": 0, "at_once": 0}),

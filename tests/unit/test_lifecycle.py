@@ -286,6 +286,65 @@ def test_the_out_of_memory_error_counts_among_the_errors_of_several_ranks() -> N
     assert outcome_of([first, later, end(code=1)]).exception_message == "peer gone"
 
 
+PEER_GONE = "torch.distributed.DistBackendError"
+
+
+def raised(rank: int, kind: str, message: str = "") -> dict[str, Any]:
+    return {"kind": "exception", "proc": f"rank{rank}", "type": kind, "message": message}
+
+
+def test_of_several_ranks_the_exception_of_the_first_to_fail_is_told_and_whose_it_is() -> None:
+    records = [raised(0, PEER_GONE, "peer gone"), raised(2, "builtins.KeyError", "x")]
+    reason = "rank 2 exited with code 3 first; the other ranks were ended"
+    outcome = outcome_of([*records, end(code=3, proc="rank2", reason=reason), SEAL])
+    assert (outcome.first_proc, outcome.exception_proc, outcome.exception_message) == ("rank2", "rank2", "x")
+    verdict = judge(outcome, Expectation())
+    assert verdict.reasons[:3] == ("exit code 3", reason, "rank2: builtins.KeyError: x")
+
+
+def test_a_rank_out_of_memory_makes_the_verdict_though_another_was_the_first_to_end() -> None:
+    records = [raised(0, PEER_GONE), raised(1, OOM, "15.09 GiB"), raised(1, "builtins.KeyError")]
+    for last in (end(code=1, proc="rank0"), end("signalled", signal=6, proc="rank0")):
+        verdict = judge(outcome_of([*records, last, SEAL]), Expectation())
+        assert (verdict.name, verdict.reasons[-2]) == ("oom", f"rank1: {OOM}: 15.09 GiB")
+    own = outcome_of([raised(1, OOM), end("signalled", signal=11, proc="rank1"), SEAL])
+    alone = outcome_of(
+        [{"kind": "exception", "proc": "main", "type": OOM}, end("signalled", signal=11), SEAL]
+    )
+    assert [judge(outcome, Expectation()).name for outcome in (own, alone)] == ["killed", "killed"]
+
+
+def test_what_ranks_report_is_kept_apart() -> None:
+    def peak(rank: int, size: int) -> dict[str, Any]:
+        card = {"index": 0, "allocated_bytes": size, "reserved_bytes": size}
+        return {"kind": "facts", "proc": f"rank{rank}", "peak_memory": [card]}
+
+    def limit(rank: int, allowed: int | None) -> dict[str, Any]:
+        card = {"index": 0, "limit_bytes": 9, "allocator_bytes": allowed, "problem": None}
+        return {"kind": "facts", "proc": f"rank{rank}", "memory_limit": [card]}
+
+    outcome = outcome_of(
+        [
+            {"kind": "spawn", "proc": "rank0", "pid": 40, "t": 1.0},
+            {"kind": "spawn", "proc": "rank1", "pid": 41, "t": 2.0},
+            {**metric("loss", 5.0), "proc": "rank1"},
+            {**metric("loss", 3.0), "proc": "rank0"},
+            {"kind": "facts", "proc": "rank1", "mismatches": ["devices: …"]},
+            *(peak(rank, 100 + rank) for rank in (10, 1, 0)),
+            *(limit(rank, 7) for rank in (1, 0)),
+            limit(2, None),
+            {"kind": "pipe_held", "proc": "rank1", "holders": [{"pid": 7, "argv": ["sleep"]}]},
+        ]
+    )
+    assert (outcome.pid, outcome.started_t) == (40, 1.0)
+    assert list(outcome.metrics.items()) == [("loss", 3.0), ("rank1/loss", 5.0)]
+    assert outcome.mismatches == ("rank1: devices: …",)
+    assert [peak.card for peak in outcome.peak_memory] == ["rank0 cuda:0", "rank1 cuda:0", "rank10 cuda:0"]
+    assert [peak.reserved_bytes for peak in outcome.peak_memory] == [100, 101, 110]
+    assert [limit.card for limit in outcome.memory_limits] == ["rank0 cuda:0", "rank1 cuda:0"]
+    assert outcome.notes == ("kept rank1's output open after it had ended: 7 sleep",)
+
+
 def test_processes_that_stay_behind_are_named() -> None:
     sleeper = {"pid": 7, "argv": ["sleep", "100"]}
     outcome = outcome_of(
@@ -317,6 +376,8 @@ def test_an_end_that_no_seal_covers_proves_nothing() -> None:
         ({"alloc_conf": None, "devices": ["0"]}, {}, "unverified"),
         ({"alloc_conf": None, "devices": ["0"]}, {"devices": [{"index": 0}]}, "ok"),
         ({"alloc_conf": None, "devices": []}, {}, "ok"),
+        ({"memory_limit_bytes": 5}, {}, "unverified"),
+        ({"memory_limit_bytes": 5}, {"memory_limit": [{"allocator_bytes": 4}]}, "ok"),
     ],
 )
 def test_what_was_asked_for_and_never_reported_from_inside_is_not_ok(
@@ -324,6 +385,18 @@ def test_what_was_asked_for_and_never_reported_from_inside_is_not_ok(
 ) -> None:
     records = [{"kind": "segment", "job": asked}, {"kind": "facts", **facts}, end(code=0), SEAL]
     assert judge(outcome_of(records), Expectation()).name == name
+
+
+def test_every_rank_has_to_say_what_it_got() -> None:
+    job = {"processes": 3, "devices": ["0", "1"], "alloc_conf": "a:1", "memory_limit_bytes": 2**30}
+    seen: dict[str, Any] = {"kind": "facts", "devices": [{"index": 0}], "allocator": "native"}
+    records = [{"kind": "segment", "job": job}, {**seen, "proc": "rank0"}, {**seen, "proc": "rank2"}]
+    outcome = outcome_of([*records, end(code=0), SEAL])
+    assert outcome.unproven == (
+        "allocator settings a:1 were asked for, and rank1 never said what took effect",
+        "devices 0, 1 were asked for, and rank1 never used CUDA",
+        "a memory limit of 1.00 GiB was asked for, and no process kept to one",
+    )
 
 
 def test_a_payload_that_changed_its_own_code_is_noted() -> None:
@@ -372,6 +445,9 @@ FIELDS = [
     "allocator_settings",
     "devices",
     "peak_memory",
+    "memory_limit",
+    "proc",
+    "job",
     "mismatches",
     "event",
     "reason",

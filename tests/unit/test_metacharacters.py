@@ -148,7 +148,17 @@ def _overlay(prefix: str, *above: str) -> Iterator[Field]:
     def field(path: str, *keys: str | int, **settings: Any) -> Field:
         return _field(prefix + path, *above, *(keys or path.split(".")), **settings)
 
-    for key in ("alloc_conf", "devices", "timeout", "grace", "on_disk_full", "log_limit", "expect.verdict"):
+    for key in (
+        "alloc_conf",
+        "devices",
+        "timeout",
+        "grace",
+        "on_disk_full",
+        "log_limit",
+        "processes",
+        "memory_limit",
+        "expect.verdict",
+    ):
         yield field(key)
     yield field(
         "params.{}", "params", TEXT, holds=1, accepts=NOTHING if above else ONLY_LONG, read=_last_param

@@ -16,7 +16,7 @@ from rich.console import Console, RenderableType
 
 from orchestrator.inventory import Host
 from orchestrator.ledger import RunRow
-from orchestrator.lifecycle import CardUse, Device, Outcome, Peak, State, Verdict
+from orchestrator.lifecycle import CardUse, Device, MemoryLimit, Outcome, Peak, State, Verdict
 from orchestrator.views import host_json, hosts_table, run_json, runs_table, summary, summary_json
 
 GIB = 1024**3
@@ -139,6 +139,34 @@ def test_summary_answers_which_code_ran_where_with_what_and_how_it_ended() -> No
     assert "host 2.00 GiB resident" in text
     assert "warmup: loss 12.25, grad nan" in text
     assert "after 1m05s" in text
+
+
+def test_summary_of_ranks_says_whose_each_number_is() -> None:
+    row = replace(ROW, job={**JOB, "processes": 2, "memory_limit_bytes": 96 * GIB})
+    peaks = tuple(
+        Peak(proc=f"rank{rank}", index=rank, allocated_bytes=GIB, reserved_bytes=2 * GIB) for rank in (0, 1)
+    )
+    limit = MemoryLimit(proc="rank1", index=1, limit_bytes=96 * GIB, allocator_bytes=95 * GIB)
+    outcome = replace(
+        OUTCOME,
+        peak_memory=peaks,
+        memory_limits=(limit,),
+        metrics={"timed.loss": 1.0, "rank1/timed.loss": 2.0},
+    )
+    text = text_of(summary(row, outcome, VERDICT))
+    assert row_of(text, "processes").split(maxsplit=1)[1].rstrip() == "2, rank0 to rank1"
+    assert "rank0 cuda:0 1.00 GiB allocated, 2.00 GiB reserved" in row_of(text, "peak memory")
+    assert "rank1 cuda:1 1.00 GiB allocated" in text
+    assert "host 2.00 GiB in the largest process" in text
+    assert "rank1/timed: loss 2" in text
+    assert "96.00 GiB, simulated; out-of-memory messages show the real capacity" in row_of(
+        text, "memory limit"
+    )
+    assert "the allocator of rank1 cuda:1 may take 95.00 GiB" in text
+    json.dumps(summary_json(row, outcome, VERDICT))
+    silent = text_of(summary(row, replace(outcome, memory_limits=()), VERDICT))
+    assert "asked: 96.00 GiB" in row_of(silent, "memory limit")
+    assert "effective: not reported" in silent
 
 
 def test_summary_says_what_nobody_reported() -> None:
