@@ -15,7 +15,7 @@ from functools import partial
 from orchestrator.errors import UsageError
 from orchestrator.text import did_you_mean, quoted
 
-__all__ = ["AllocValue", "parse_alloc_conf", "parse_setting", "render_alloc_conf"]
+__all__ = ["HARMLESS", "AllocValue", "parse_alloc_conf", "parse_setting", "render_alloc_conf"]
 
 AllocValue = bool | int | float | str | dict[str, int]
 """A mapping is ``roundup_power2_divisions`` by interval: ``{"256": 1, "512": 2, ">": 8}``, sizes in MB."""
@@ -203,3 +203,25 @@ _PARSERS: Mapping[str, Callable[[object], AllocValue]] = {
     "pinned_max_round_threshold_mb": partial(_integer, least=0),
     "pinned_max_cached_size_mb": partial(_integer, least=0),
 }
+
+HARMLESS: Mapping[str, str] = {
+    "backend": "native",
+    "max_split_size_mb": "128",
+    "roundup_power2_divisions": "1",
+    "garbage_collection_threshold": "0.8",
+    "expandable_segments": "False",
+    "release_lock_on_cudamalloc": "False",
+    "pinned_use_cuda_host_register": "False",
+    "pinned_num_register_threads": "1",
+    "max_non_split_rounding_mb": "20",
+    "pinned_use_background_threads": "False",
+    "graph_capture_record_stream_reuse": "False",
+    "per_process_memory_fraction": "1.0",
+    "pinned_reserve_segment_size_mb": "1",
+    "large_segment_size_mb": "20",
+    "throw_on_cudamalloc_oom": "False",
+    "pinned_free_catch_all": "False",
+    "pinned_max_round_threshold_mb": "0",
+    "pinned_max_cached_size_mb": "0",
+}
+"""A value for each key that torch takes at any time: whether it knows the key is told by trying."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import re
 import secrets
 import time
 from collections.abc import Iterator, Mapping
@@ -34,6 +35,7 @@ LOADER = (
 )
 TOO_OLD = "orch-needs-python-3.8 "
 OLDER_THAN_3_4 = "Unknown option: -I"
+NO_MODULE = r"No module named '([\w.]{1,100})'"
 ANSWER_TIMEOUT_S = 60.0
 SILENCE_TIMEOUT_S = 30.0
 MAX_NOISE_BYTES = 1024 * 1024
@@ -236,7 +238,7 @@ class Conversation:
     def _refusal(self, code: str, message: str) -> OrchError:
         if code == "unfit-root":
             hint = "; set 'root:' in inventory.yaml to a folder of yours"
-            return HostUnfit(f"{message}{hint}", host=self._host.name)
+            return HostUnfit(f"{message}{hint}", host=self._host.name, lacking="root")
         if code == "unfit":
             return HostUnfit(message, host=self._host.name)
         if code == "unknown-run":
@@ -269,23 +271,30 @@ class Conversation:
         """The far side's process has ended although an answer was due."""
         status = self._channel.wait(5.0)
         words = self._channel.stderr().decode("utf-8", "replace")
-        name, python = self._host.name, printable(self._host.python)
-        key = "python:" if self._host.venv is None else "venv:"
+        if (lack := self._lack_of_python(words, status)) is not None:
+            key = "python:" if self._host.venv is None else "venv:"
+            message = f"{lack} set '{key}' in inventory.yaml"
+            return HostUnfit(message, host=self._host.name, lacking="python")
+        return ProtocolError(
+            f"the supervisor ended with exit status {status}; {self._last_words()}", host=self._host.name
+        )
+
+    def _lack_of_python(self, words: str, status: int) -> str | None:
+        """Returns what is wrong with the interpreter, by its last words; None where it is not that."""
+        python = printable(self._host.python)
         if TOO_OLD in words:
             found = printable(words.split(TOO_OLD, 1)[1].split("\n", 1)[0].strip())
-            return HostUnfit(
-                f"{python} is Python {found}, need 3.8; set '{key}' in inventory.yaml", host=name
-            )
+            return f"{python} is Python {found}, need 3.8;"
         if OLDER_THAN_3_4 in words:
-            return HostUnfit(
-                f"{python} is older than Python 3.4, need 3.8; set '{key}' in inventory.yaml", host=name
+            return f"{python} is older than Python 3.4, need 3.8;"
+        if (module := re.search(NO_MODULE, words)) is not None:
+            return (
+                f"{python} has no module {module[1]}, so it is a stripped Python such as python3-minimal; "
+                "install the whole one (Debian, Ubuntu: apt-get install python3), or"
             )
         if status == COMMAND_NOT_FOUND:
-            said = printable(words.strip()[-200:])
-            return HostUnfit(f"there is no {python} ({said}); set '{key}' in inventory.yaml", host=name)
-        return ProtocolError(
-            f"the supervisor ended with exit status {status}; {self._last_words()}", host=name
-        )
+            return f"there is no {python} ({printable(words.strip()[-200:])});"
+        return None
 
     def _last_words(self) -> str:
         words = (

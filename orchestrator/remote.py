@@ -1,5 +1,5 @@
-"""What a host's supervisor can be asked: start, read, stop, status, clock, listing, cleaning, digests, and
-what is prepared there.
+"""What a host's supervisor can be asked: start, read, stop, status, clock, listing, cleaning, digests, facts,
+and what is prepared there.
 
 Each is one request in one `Conversation`; what it answers becomes a value that is checked here.
 """
@@ -20,6 +20,7 @@ from orchestrator.transports.base import Transport
 
 PAGE_TIMEOUT_S = 600.0  # a large folder takes its time to measure and to delete
 CLOCK_TRIPS = 5
+FACTS_TIMEOUT_S = 180.0  # more than the limits of all that the host asks on its side
 MOST_TOLD = 200_000  # entries of an answer: runs of a host, or 12 TiB of one run's segments
 MOST_TOLD_BYTES = 256 * 1024 * 1024
 
@@ -111,6 +112,16 @@ class Digests:
     segments: Mapping[int, SegmentDigest]
     bundle: BundleState | None
     cut: tuple[int, str] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Told:
+    """What a host tells of itself: its word, unchecked; ``noise`` is what its log-in shell printed before."""
+
+    python: str
+    noise: bytes
+    clock: Offset
+    facts: Mapping[str, Any]
 
 
 def start(
@@ -219,7 +230,21 @@ def status(transport: Transport, run_ids: Sequence[str]) -> dict[str, Standing]:
 def clock(transport: Transport) -> Offset:
     """Measures the host's clock: of several round trips the quickest tells it best."""
     with Conversation.open(transport, {"op": "clock", "trips": CLOCK_TRIPS}) as talk:
-        found = [offset for _ in range(CLOCK_TRIPS) if (offset := talk.read_clock()) is not None]
+        return _clock(talk, transport)
+
+
+def facts(transport: Transport, asked: Mapping[str, Any]) -> Told:
+    """Has the host look at all that decides whether runs can work there."""
+    request = {"op": "doctor", "trips": CLOCK_TRIPS, "asked": asked}
+    with Conversation.open(transport, request) as talk:
+        offset = _clock(talk, transport)
+        found = talk.reply(FACTS_TIMEOUT_S, facts=dict)["facts"]
+        python = f"{talk.hello.get('python')} at {talk.hello.get('executable')}"
+        return Told(python=python, noise=talk.noise, clock=offset, facts=found)
+
+
+def _clock(talk: Conversation, transport: Transport) -> Offset:
+    found = [offset for _ in range(CLOCK_TRIPS) if (offset := talk.read_clock()) is not None]
     if not found:
         raise ProtocolError("the supervisor's answer is no time", host=transport.host.name)
     return min(found, key=lambda offset: offset.error_s)

@@ -14,17 +14,26 @@ from orchestrator.ledger import Ledger
 from orchestrator.run_folder import RunFolder
 
 
+def find_project(inventory: Path | None = None) -> Inventory:
+    """Returns the named inventory, or the nearest one upward; makes nothing.
+
+    Raises:
+        UsageError: there is none, or it cannot be read.
+    """
+    try:
+        here = Path.cwd()
+    except FileNotFoundError as error:
+        raise UsageError("the current folder is gone; change to one that exists") from error
+    return load_inventory(inventory or find_inventory(here))
+
+
 def find_home(inventory: Path | None = None, home: Path | None = None) -> tuple[Inventory, Path]:
     """Returns the inventory and the folder that `Workspace.open` uses, made when it is not there.
 
     Raises:
         UsageError, StorageError: as there.
     """
-    try:
-        here = Path.cwd()
-    except FileNotFoundError as error:
-        raise UsageError("the current folder is gone; change to one that exists") from error
-    loaded = load_inventory(inventory or find_inventory(here))
+    loaded = find_project(inventory)
     folder = (home or loaded.path.parent / ".orch").absolute()
     try:
         make_private(folder)

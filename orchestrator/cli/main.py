@@ -2,9 +2,9 @@
 
 Commands are imported when they are called, so that ``orch --help`` costs next to nothing.
 
-Exit codes: 0 good, 1 the run's verdict is not good, 2 the input was refused and nothing was done, 3 a host
-cannot do it, 4 this machine cannot store it, 5 records are not what they were, 130 and 143 the view was left
-by Ctrl-C or SIGTERM (the run goes on).
+Exit codes: 0 good, 1 the run's verdict is not good or `doctor` found a fault, 2 the input was refused and
+nothing was done, 3 a host cannot do it, 4 this machine cannot store it, 5 records are not what they were, 130
+and 143 the view was left by Ctrl-C or SIGTERM (the run goes on).
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ COMMANDS = {
     "reconcile": _Entry("housekeeping", "Find out how every run whose end is not known stands."),
     "gc": _Entry("housekeeping", "Remove what ended runs left on hosts and here."),
     "ledger": _Entry("housekeeping", "Make the ledger anew from the runs' records."),
+    "doctor": _Entry("doctor", "Say what keeps runs from working on hosts, and what to do."),
     "hosts": _Entry("hosts", "List the hosts of the inventory; add one, or pin its new key."),
 }
 

@@ -1,5 +1,5 @@
 """Answers one request of the controller on one channel: to start, read, stop, list, compare, clean, tell the
-time or what is prepared.
+time, what is prepared, or what decides whether runs can work here.
 
 ``start`` is repeatable: the same request again finds the run that the first one started, and both then follow
 the same records; the ``secrets`` beside its job stay in memory. Where environments that the run needs are not
@@ -12,7 +12,7 @@ frames
 import os
 import sys
 import time
-from typing import Any, BinaryIO, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, BinaryIO, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 from . import detach, digests, locks, processes, program, turns, wire
 from .rundir import RunDir
@@ -41,26 +41,23 @@ class Service:
     def answer(self, request: Dict[str, Any]) -> None:
         """Meets one request."""
         op = request["op"]
-        if op == "start":
-            self._start(request)
-        elif op == "read":
-            self._read(self._known(request["run"]), request["cursor"], request["follow"])
-        elif op == "stop":
-            self._stop(self._known(request["run"]), request["grace_s"])
-        elif op == "status":
-            self._say({"runs": {run_id: self._status(run_id) for run_id in request["runs"]}})
-        elif op == "digests":
-            self._digests(RunDir(self._root, request["run"]), request)
-        elif op == "list":
-            self._list(request["runs"])
-        elif op == "gc":
-            self._gc(request)
-        elif op == "prepared":
-            self._prepared(request["setup"])
-        elif op == "clock":
-            self._clock(request["trips"])
-        else:
+        known: Dict[str, Callable[[], None]] = {
+            "start": lambda: self._start(request),
+            "read": lambda: self._read(self._known(request["run"]), request["cursor"], request["follow"]),
+            "stop": lambda: self._stop(self._known(request["run"]), request["grace_s"]),
+            "status": lambda: self._say(
+                {"runs": {run_id: self._status(run_id) for run_id in request["runs"]}}
+            ),
+            "digests": lambda: self._digests(RunDir(self._root, request["run"]), request),
+            "list": lambda: self._list(request["runs"]),
+            "gc": lambda: self._gc(request),
+            "prepared": lambda: self._prepared(request["setup"]),
+            "clock": lambda: self._clock(request["trips"]),
+            "doctor": lambda: self._doctor(request),
+        }
+        if op not in known:
             raise RequestError("unknown-request", "this supervisor does not know the request %r" % op)
+        known[op]()
 
     def next_frame(self) -> Tuple[Dict[str, Any], bytes]:
         """Reads one frame from the controller."""
@@ -191,6 +188,13 @@ class Service:
         for _ in range(trips):
             self.next_frame()
             self._say({"t": time.time()})
+
+    def _doctor(self, request: Dict[str, Any]) -> None:
+        """Tells the time first, while nothing else is to be waited for."""
+        from . import doctor  # noqa: PLC0415  (only who asks for it pays)
+
+        self._clock(request["trips"])
+        self._say({"facts": doctor.gather(self._root, request["asked"])})
 
     def _list(self, run_ids: Optional[Sequence[str]]) -> None:
         from . import listing  # noqa: PLC0415  (only who asks for it pays)

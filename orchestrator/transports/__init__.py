@@ -13,7 +13,7 @@ from orchestrator.transports import early
 from orchestrator.transports.base import Channel, Transport
 from orchestrator.transports.slim_import import without_mock
 
-__all__ = ["Channel", "Transport", "connect", "connect_early", "drop_early"]
+__all__ = ["Channel", "Transport", "connect", "connect_early", "drop_early", "route"]
 
 CONNECT_TIMEOUT_S = 15.0
 
@@ -40,6 +40,19 @@ def connect_early(host: Host) -> None:
 def drop_early() -> None:
     """Closes what was begun and not taken."""
     early.drop()
+
+
+def route(host: Host) -> tuple[str, ...]:
+    """Returns the servers and the command that lead to ``host``, the first to pass first; contacts none.
+
+    Raises:
+        UsageError: ssh_config cannot be used.
+    """
+    if host.node is not None:
+        return (*route(host.node), f"pct exec {host.vmid}")
+    if host.transport == "local":
+        return ()
+    return tuple(hop.where for hop in _import_ssh().find_route(host))
 
 
 def _connect(host: Host, timeout_s: float) -> Transport:

@@ -30,6 +30,7 @@ class LocalTransport:
     def __init__(self, host: Host) -> None:
         self._host = host
         self._channels: list[LocalChannel] = []
+        self._is_closed = False
 
     @property
     def host(self) -> Host:
@@ -37,7 +38,7 @@ class LocalTransport:
         return self._host
 
     def open(self, argv: Sequence[str]) -> LocalChannel:
-        """Raises `HostUnfit` when the program cannot be started."""
+        """Raises `HostUnfit` when the program cannot be started, and `Unreachable` after `close`."""
         try:
             process = subprocess.Popen(
                 list(argv),
@@ -53,13 +54,18 @@ class LocalTransport:
             raise HostUnfit(
                 f"cannot run {program!r}: {error.strerror}; set 'python:' in inventory.yaml",
                 host=self._host.name,
+                lacking="python",
             ) from error
         channel = LocalChannel(process, host_name=self._host.name)
         self._channels.append(channel)
+        if self._is_closed:  # by another thread, which may not have seen this channel
+            channel.close()
+            raise Unreachable("the way was closed on this side", host=self._host.name)
         return channel
 
     def close(self) -> None:
-        """Closes every channel."""
+        """Closes every channel, also one that is being opened."""
+        self._is_closed = True
         for channel in self._channels:
             channel.close()
         self._channels.clear()

@@ -89,14 +89,16 @@ class ProxmoxTransport:
                 host=name,
             )
         if "please run as root" in words:
-            return HostUnfit("pct works for root alone; set 'user: root' for its node", host=name)
+            return HostUnfit(
+                "pct works for root alone; set 'user: root' for its node", host=name, lacking="pct"
+            )
         if status == _COMMAND_NOT_FOUND and re.search(r"\bpct\b", words) and _SHELL_NAME not in words:
             return self._no_pct(words)
         return None
 
     def _no_pct(self, said: str) -> HostUnfit:
         where = "there is no pct on its node, which then is no Proxmox VE node"
-        return HostUnfit(f"{where} ({printable(said.strip()[-200:])})", host=self._host.name)
+        return HostUnfit(f"{where} ({printable(said.strip()[-200:])})", host=self._host.name, lacking="pct")
 
 
 class ProxmoxChannel:

@@ -101,7 +101,9 @@ class SshTransport:
         except paramiko.SSHException as error:
             if not hop.transport.is_active():
                 raise
-            raise HostUnfit(f"{hop.where} runs no commands for this user", host=self._host.name) from error
+            raise HostUnfit(
+                f"{hop.where} runs no commands for this user", host=self._host.name, lacking="log-in"
+            ) from error
 
 
 class SshChannel:

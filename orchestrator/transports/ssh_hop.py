@@ -69,8 +69,9 @@ class Hop:
 
     @property
     def transport(self) -> paramiko.Transport:
-        """The open connection."""
-        assert self._transport is not None, "the hop is not open"
+        """The open connection; raises `Unreachable` once it was closed, perhaps by another thread."""
+        if self._transport is None:
+            raise Unreachable(f"the connection to {self.where} was closed on this side", host=self.host)
         return self._transport
 
     def open(self, deadline_s: float) -> None:

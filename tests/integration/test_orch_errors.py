@@ -7,6 +7,7 @@ import pwd
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -221,6 +222,10 @@ class TestHostsThatCannot:
         said = "older than Python 3.4" if version == "2.7" else f"Python {version}"
         assert_unfit(remote(python=old_python(version)), said, "need 3.8", "python:")
 
+    def test_a_python_without_its_library(self, remote: Callable[..., Done], tmp_path: Path) -> None:
+        python = bare_python(tmp_path / "bare", "json")
+        assert_unfit(remote(python=python), "has no module json", "apt-get install python3", "'python:'")
+
     def test_no_torch(self, remote: Callable[..., Done], project: Project) -> None:
         project.experiment("import torch_that_is_not_there")
         assert_unfit(remote(), "torch_that_is_not_there")
@@ -266,6 +271,19 @@ def old_python(version: str) -> str:
     if found is None:
         pytest.skip(f"no Python {version} on this machine")
     return found
+
+
+def bare_python(folder: Path, *missing: str) -> str:
+    """Makes a real interpreter, without torch, whose standard library lacks files, as python3-minimal's."""
+    base, library = Path(sys._base_executable), Path(sysconfig.get_path("stdlib"))  # type: ignore[attr-defined]
+    (folder / "bin").mkdir(parents=True)
+    shutil.copy(base.resolve(), folder / "bin" / "python3")
+    there = folder / library.parent.name / library.name
+    there.mkdir(parents=True)
+    for path in library.iterdir():
+        if path.name not in missing:
+            (there / path.name).symlink_to(path)
+    return str(folder / "bin" / "python3")
 
 
 def test_streams_that_are_closed_full_or_plain_ascii(project: Project) -> None:

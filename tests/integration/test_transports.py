@@ -269,6 +269,12 @@ def test_closing_the_transport_closes_its_channels_and_may_be_repeated(transport
 # Local alone
 
 
+def test_a_transport_that_was_closed_opens_nothing_more(transport: Transport) -> None:
+    transport.close()
+    with pytest.raises(Unreachable):
+        transport.open(["true"])
+
+
 def test_a_local_interpreter_that_is_missing_names_the_setting(tmp_path: Path) -> None:
     not_executable = tmp_path / "python"
     not_executable.write_text("")
