@@ -22,7 +22,7 @@ from orchestrator.fields import (
     parse_devices,
     parse_duration,
     parse_grace,
-    parse_memory_limit,
+    parse_memory,
     parse_processes,
 )
 from orchestrator.text import quoted
@@ -111,7 +111,7 @@ def _settings(options: ProgramOptions) -> dict[str, Any]:
     return {
         "env": env,
         "processes": processes,
-        "memory_limit_bytes": None if limit is None else _read("--memory-limit", parse_memory_limit, limit),
+        "memory_limit_bytes": None if limit is None else _read("--memory-limit", parse_memory, limit),
         "alloc_conf": _read("--alloc-conf", _alloc_conf, options.alloc_conf or ""),
         "devices": _read("--devices", _devices, options.devices or "none"),
         "timeout_s": None if options.timeout is None else _read("--timeout", parse_duration, options.timeout),
@@ -137,6 +137,8 @@ def _devices(text: str) -> Devices:
     if text == "none" or "=" not in text:
         return parse_devices(text if text == "none" else parts)
     named = {name: value for name, _, value in (part.partition("=") for part in parts)}
+    if len(named) < len(parts):
+        raise UsageError(f"{quoted(text)} says one thing twice")
     count = named.get("count", "")
     return parse_devices({**named, "count": int(count) if count.isdecimal() else count})
 

@@ -1,6 +1,6 @@
 """What a host's NVIDIA driver, its device nodes and cards mean for runs (pure).
 
-``facts`` are as `supervisor.doctor` gathers them; who calls this expects them to be of another form.
+``facts`` are as `supervisor.doctor` gathers them; what another form raises `diagnosis.diagnosed` catches.
 """
 
 from __future__ import annotations

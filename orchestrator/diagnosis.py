@@ -96,6 +96,7 @@ def _about(error: OrchError) -> tuple[str, str]:
 
 
 _LACKING = {
+    "connection": ("reach", "see the sshd_config of the server that is named"),
     "python": ("python", "set 'python:' or 'venv:' in inventory.yaml"),
     "root": ("root", "set 'root:' in inventory.yaml to a folder of yours"),
     "log-in": ("log-in", "take another user, or give this one a log-in shell"),

@@ -137,7 +137,8 @@ class AuthenticationFailed(HostError):
 class HostUnfit(HostError):
     """The host answered but lacks what the run needs (Python, a module, a device, a safe root).
 
-    ``lacking`` says which: ``python``, ``root``, ``log-in``, ``pct``, or nothing where no word fits.
+    ``lacking`` says which: ``connection``, ``python``, ``root``, ``log-in``, ``pct``, or nothing where no
+    word fits.
     """
 
     def __init__(self, message: str, *, host: str, lacking: str = "") -> None:

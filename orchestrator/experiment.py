@@ -29,7 +29,7 @@ from orchestrator.fields import (
     parse_devices,
     parse_duration,
     parse_grace,
-    parse_memory_limit,
+    parse_memory,
     parse_processes,
     parse_size,
     parse_variable,
@@ -289,7 +289,7 @@ def _processes(source: Source, value: Any, here: tuple[Key, ...]) -> int:
 
 def _memory_limit_bytes(source: Source, value: Any, here: tuple[Key, ...]) -> int | None:
     with source.at(*here):
-        return None if value is None else parse_memory_limit(value)
+        return None if value is None else parse_memory(value)
 
 
 def _timeout_s(source: Source, value: Any, here: tuple[Key, ...]) -> float | None:

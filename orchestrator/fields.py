@@ -30,7 +30,7 @@ __all__ = [
     "parse_devices",
     "parse_duration",
     "parse_grace",
-    "parse_memory_limit",
+    "parse_memory",
     "parse_processes",
     "parse_size",
     "parse_variable",
@@ -214,7 +214,7 @@ def _card_count(value: Mapping[Any, Any]) -> CardCount:
     if type(count) is not int or not 1 <= count <= _MOST_CARDS:
         raise UsageError(f"count must be a number of cards from 1 to {_MOST_CARDS}, not {quoted(count)}")
     free = value.get("free_memory")
-    return CardCount(count=count, free_bytes=None if free is None else parse_size(free))
+    return CardCount(count=count, free_bytes=None if free is None else parse_memory(free))
 
 
 def parse_processes(value: object) -> int:
@@ -287,7 +287,7 @@ def parse_size(value: object) -> int:
     return int(float(match[1]) * 1024 ** ("KMGT".index(match[2]) + 1))
 
 
-def parse_memory_limit(value: object) -> int:
+def parse_memory(value: object) -> int:
     """Returns bytes as `parse_size` does, more than none.
 
     Raises:

@@ -170,6 +170,7 @@ def _is_spec(value: object) -> bool:
         isinstance(value, dict)
         and _is_hash(value.get("bundle"))
         and all(_is_text(value.get(key)) for key in ("kind", "path"))
+        and isinstance(value.get("system_packages"), bool)
     )
 
 

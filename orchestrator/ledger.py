@@ -165,7 +165,7 @@ class Ledger:
         self._mark(run_id, State.RUNNING, State.QUEUED)
 
     def mark_queued(self, run_id: str) -> None:
-        """Notes that a run was seen waiting for its turn, unless it is known to have come further."""
+        """Notes that a run was seen waiting on its host, unless it is known to have come further."""
         self._mark(run_id, State.QUEUED, State.CREATED)
 
     def get(self, run_id: str) -> RunRow:

@@ -10,7 +10,8 @@
        ├────────────┼───────────┼──────────┴──────→ REFUSED     not started, or stopped before any work
        └────────────┴───────────┴─────────────────→ LOST        nothing is known of it where it should be
 
-QUEUED means that the host has the run and it waits for its turn there; a run without a queue is never QUEUED.
+QUEUED means that the host has the run and it waits there: for its turn, for what is being prepared, or for
+its cards.
 
 A controller that looks late may skip states forward, never go back. A terminal state stays, with one
 exception: LOST says that nothing was found, so what is found later corrects it. Network loss is no transition
@@ -389,7 +390,7 @@ def _unproven(asked: Mapping[str, Any], proofs: set[tuple[str, str]]) -> Iterabl
     if asked.get("devices") and (who := silent("devices")):
         yield f"devices {devices_text(asked['devices'])} were asked for, and {who} used CUDA"
     if asked.get("memory_limit_bytes") and (who := silent("memory_limit")):
-        yield f"a memory limit of {_gib(asked['memory_limit_bytes'])} was asked for, and {who} kept to one"
+        yield f"a memory limit of {_gib(asked['memory_limit_bytes'])} was asked for, and {who} reported one"
 
 
 def _read_segment(found: dict[str, Any], record: Record) -> None:
@@ -479,7 +480,7 @@ def _read_pipe_held(found: dict[str, Any], record: Record) -> None:
 
 def _read_leftover(found: dict[str, Any], record: Record) -> None:
     for process in _processes(record.get("processes")):
-        _note(found, f"ran on after the main process had ended: {process}")
+        _note(found, f"ran on after all that was started had ended: {process}")
 
 
 def _read_gpus(found: dict[str, Any], record: Record) -> None:

@@ -19,7 +19,7 @@ _RESET, _DIM = "\x1b[0m", "\x1b[2m"
 _COLOURS = {"stdout": "\x1b[36m", "stderr": "\x1b[33m"}
 _RUN_COLOURS = tuple(f"\x1b[{code}m" for code in (36, 33, 35, 32, 34, 31, 96, 93, 95, 92, 94, 91))
 _TAB_CELLS = 8
-_WORTH_TELLING_S = 1.0  # cards that are free are had at once
+_WORTH_TELLING_S = 1.0  # what is free or there is had at once
 _CONTINUED = "    "
 _LEAST_COLUMNS = 20
 
@@ -91,8 +91,8 @@ def utc(t: float) -> str:
 
 
 def waiting_note(record: Mapping[str, Any], run_id: str) -> str | None:
-    """Says that a run waits for its turn or for its cards, and for whom, or that they came; None for another
-    record, and for cards that were there at once.
+    """Says that a run waits for its turn, for what is being prepared or for its cards, and for whom, or that
+    it has them; None for another record, and for what was there at once.
     """
     if record.get("kind") == "queued":
         ahead = record.get("ahead")
@@ -111,10 +111,10 @@ def waiting_note(record: Mapping[str, Any], run_id: str) -> str | None:
             "; ".join(map(str, obstacles)) if isinstance(obstacles, list) and obstacles else "they are taken"
         )
         return f"run {run_id} waits for its cards: {why}"
-    if record.get("kind") == "cards":
-        waited_s = record.get("waited_s")
-        if isinstance(waited_s, float) and waited_s >= _WORTH_TELLING_S:
-            return f"run {run_id} has its cards after {waited_s:.0f} s"
+    what = {"cards": "its cards", "prepared": "what it needs"}.get(str(record.get("kind")))
+    waited_s = record.get("waited_s")
+    if what is not None and isinstance(waited_s, float) and waited_s >= _WORTH_TELLING_S:
+        return f"run {run_id} has {what} after {waited_s:.0f} s"
     return None
 
 

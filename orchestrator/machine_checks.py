@@ -1,6 +1,6 @@
 """What a host's own facts mean for runs, cards aside: Python, folders, room, clock, cgroup, container (pure).
 
-``facts`` are as `supervisor.doctor` gathers them; who calls this expects them to be of another form.
+``facts`` are as `supervisor.doctor` gathers them; what another form raises `diagnosis.diagnosed` catches.
 """
 
 from __future__ import annotations

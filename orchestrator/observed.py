@@ -53,7 +53,7 @@ class Observed:
         elif self.ahead:
             parts.append(f"{self.ahead} ahead")
         if self.cards:
-            parts.append(f"on {_cut(printable(', '.join(self.cards)))}")
+            parts.append(f"on card {_cut(printable(', '.join(self.cards)))}")
         if self.is_silent:
             parts.append(f"silent {_ago(self.silent_s or 0.0)}")
         if self.is_stopped:

@@ -20,7 +20,7 @@ from orchestrator.transports.base import Transport
 
 PAGE_TIMEOUT_S = 600.0  # a large folder takes its time to measure and to delete
 CLOCK_TRIPS = 5
-FACTS_TIMEOUT_S = 180.0  # more than the limits of all that the host asks on its side
+FACTS_TIMEOUT_S = 190.0  # more than the limits of all that the host asks on its side
 MOST_TOLD = 200_000  # entries of an answer: runs of a host, or 12 TiB of one run's segments
 MOST_TOLD_BYTES = 256 * 1024 * 1024
 

@@ -22,7 +22,7 @@ from orchestrator.mirror import Mirror
 from orchestrator.mirror_reader import checked_records
 from orchestrator.observed import Observed
 from orchestrator.remote import Standing, Stopped
-from orchestrator.run_folder import RunFolder
+from orchestrator.run_folder import Record, RunFolder
 from orchestrator.starting import carry_out_cancel, refuse
 from orchestrator.transports import Transport, connect
 from orchestrator.workspace import Workspace
@@ -271,6 +271,14 @@ def settle(workspace: Workspace, run_id: str, known: Standing, *, is_whole: bool
     if not is_whole:
         return report(workspace, run_id)
     return conclude(workspace, run_id, known)
+
+
+def note_begin(workspace: Workspace, run_id: str, record: Record) -> None:
+    """Writes down that a run that waited has begun, once that is seen: its host may not be there to be asked
+    later.
+    """
+    if record.get("kind") == "spawn" and workspace.ledger.get(run_id).state is State.QUEUED:
+        workspace.ledger.mark_running(run_id)
 
 
 def observe(workspace: Workspace, run_id: str, known: Standing) -> Observed | None:

@@ -177,9 +177,11 @@ def launch(
                 preparers = _launch_preparations(workspace, plan, lacking.places, ask_for, watcher)
                 started, talk = ask_for(plan, cursor, preparers)
         except NeverStarted as error:
+            starter.close()
             refuse(workspace, run_id, str(error.cause))
             raise error.cause from None
         except OrchError as error:
+            starter.close()
             folder.observe("unreachable", message=str(error))
             workspace.ledger.update(run_id, reason=str(error))
             raise

@@ -19,6 +19,7 @@ from orchestrator.host_starter import HostStarter, NeverStarted
 from orchestrator.inventory import Host
 from orchestrator.job import Turn, job_for, secrets_of
 from orchestrator.lifecycle import State
+from orchestrator.remote import NotPrepared
 from orchestrator.run_folder import starting_together
 from orchestrator.setups import specs_of
 from orchestrator.starting import (
@@ -110,8 +111,8 @@ def submit(workspace: Workspace, plans: Sequence[Plan]) -> Iterator[Submission]:
 def with_preparations(workspace: Workspace, plans: Sequence[Plan]) -> Sequence[Plan]:
     """Returns a group's plans with, before those of each host, what it takes to prepare there what they need.
 
-    Asks the hosts, unless nothing is needed. One that cannot be asked is taken to lack nothing: it will not
-    take its runs either.
+    Asks the hosts, unless nothing is needed. Of one that cannot be asked it is not known: should it answer
+    later after all, it refuses runs that lack something.
     """
     if not any(plan.job["setup"] for plan in plans):
         return plans
@@ -124,6 +125,9 @@ def with_preparations(workspace: Workspace, plans: Sequence[Plan]) -> Sequence[P
         found = list(pool.map(partial(_lacking_places, workspace), [mine[0] for mine in by_host.values()]))
     every: list[Plan] = []
     for mine, places in zip(by_host.values(), found, strict=True):
+        if places is None:
+            every += mine
+            continue
         preparers: tuple[str, ...] = ()
         for place in places:
             preparation = plan_preparation(workspace, mine[0], place, preparers)
@@ -133,14 +137,14 @@ def with_preparations(workspace: Workspace, plans: Sequence[Plan]) -> Sequence[P
     return every
 
 
-def _lacking_places(workspace: Workspace, plan: Plan) -> list[int]:
+def _lacking_places(workspace: Workspace, plan: Plan) -> list[int] | None:
     if not plan.job["setup"]:
         return []
     try:
         with HostStarter(plan.host, workspace.store) as starter:
             found = starter.prepared(plan.job["setup"])
     except OrchError:
-        return []
+        return None
     return [place for place, environment in enumerate(found) if environment.made_by is None]
 
 
@@ -200,6 +204,10 @@ class _HostThread(threading.Thread):
                 carry_out_cancel(self._starter.transport, folder)
         except NeverStarted as error:
             return Submission(plan=plan, refusal=str(error.cause))
+        except NotPrepared:
+            name = plan.host.name
+            text = f"{name}: what it needs is not prepared there. Next: orch prepare {name}"
+            return Submission(plan=plan, refusal=text)
         except OrchError as error:
             return Submission(plan=plan, doubt=str(error))
         except Exception as error:  # noqa: BLE001  (a thread's error must reach the caller)

@@ -1,6 +1,6 @@
 """What torch is on a host, and whether it agrees with the host's driver and cards (pure).
 
-``facts`` are as `supervisor.doctor` gathers them; who calls this expects them to be of another form.
+``facts`` are as `supervisor.doctor` gathers them; what another form raises `diagnosis.diagnosed` catches.
 """
 
 from __future__ import annotations

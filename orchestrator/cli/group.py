@@ -27,7 +27,6 @@ from orchestrator.group_view import (
 from orchestrator.inventory import Host
 from orchestrator.job import setup_text
 from orchestrator.ledger import RunRow
-from orchestrator.lifecycle import State
 from orchestrator.log_lines import LineAssembler, LogLine
 from orchestrator.log_view import render, waiting_note
 from orchestrator.runs import Report
@@ -139,9 +138,8 @@ class _GroupScreen:
         if event.note is not None:
             self._screen.note(event.note)
         if event.record is not None:
-            if event.record.get("kind") in ("cards_awaited", "cards") and (
-                note := waiting_note(event.record, row.run_id)
-            ):
+            note = waiting_note(event.record, row.run_id)
+            if note is not None and event.record.get("kind") not in ("queued", "turn"):
                 self._screen.note(note)
             if event.record.get("kind") == "spawn":
                 self._screen.note(f"{case_of(row)} begins on {row.host}, run {row.run_id}")
@@ -214,7 +212,8 @@ def _follow_to_the_end(
                     view.waiting()
                     continue
                 view.event(event)
-                _note_begin(workspace, event)
+                if event.record is not None:
+                    runs.note_begin(workspace, event.run_id, event.record)
                 if event.is_end and event.error is None:
                     view.ended(runs.conclude(workspace, event.run_id))
     finally:
@@ -222,14 +221,6 @@ def _follow_to_the_end(
     reports = _reports(workspace, group_id, screen)
     _print(group_id, reports, as_json=as_json)
     return group_exit_code(reports)
-
-
-def _note_begin(workspace: Workspace, event: Event) -> None:
-    """Writes down that a run has its turn: its host may not be there to be asked later."""
-    if event.record is None or event.record.get("kind") != "spawn":
-        return
-    if workspace.ledger.get(event.run_id).state is State.QUEUED:
-        workspace.ledger.mark_running(event.run_id)
 
 
 def _reports(workspace: Workspace, group_id: str, screen: Screen) -> list[Report]:

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from orchestrator import runs
-from orchestrator.cli.log_output import WAITS, Asked, waits_for
+from orchestrator.cli.log_output import Asked, waits_for
 from orchestrator.cli.terminal import Screen
 from orchestrator.clocks import Offset
 from orchestrator.conversation import Cursor
@@ -200,7 +200,7 @@ class MergedView:
         """Says on the way whether the run waits for its turn."""
         for batch in batches:
             for record in batch:
-                if record["kind"] in WAITS and (note := waiting_note(record, self._run_ids[run])) is not None:
+                if (note := waiting_note(record, self._run_ids[run])) is not None:
                     self.screen.note(note)
             yield batch
 

@@ -23,8 +23,6 @@ from orchestrator.mirror_reader import check_end, checked_records, end_position,
 from orchestrator.run_folder import Record, RunFolder
 from orchestrator.workspace import Workspace
 
-WAITS = ("queued", "turn", "preparing", "prepared", "cards_awaited", "cards")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
@@ -76,7 +74,8 @@ class View(ABC):
         with runs.follow(self._workspace, self._run_id) as following:
             for record in following.records(watcher, start):
                 self._take(record)
-                if record["kind"] in WAITS and (note := waiting_note(record, self._run_id)) is not None:
+                runs.note_begin(self._workspace, self._run_id, record)
+                if (note := waiting_note(record, self._run_id)) is not None:
                     self.screen.note(note)
         self._finish()
         self.screen.flush()

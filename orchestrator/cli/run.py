@@ -219,11 +219,12 @@ class RunWatcher(Watcher):
             self.screen.status(f"run {self.run_id} on {self.host} · {seconds // 60}:{seconds % 60:02}")
 
 
-def _show_records(watcher: RunWatcher, records: Iterable[Record]) -> None:
+def _show_records(workspace: Workspace, watcher: RunWatcher, records: Iterable[Record]) -> None:
     """Writes output lines as they arrive."""
     screen = watcher.screen
     lines = LineAssembler(host=watcher.host, run_id=watcher.run_id)
     for record in records:
+        runs.note_begin(workspace, watcher.run_id, record)
         if (note := waiting_note(record, watcher.run_id)) is not None:
             screen.note(note)
         for line in lines.feed(record):
@@ -260,7 +261,7 @@ def _launch(
             with following:
                 for preparer in watcher.preparers:
                     show_preparation(workspace, preparer, watcher)
-                _show_records(watcher, following.records(watcher))
+                _show_records(workspace, watcher, following.records(watcher))
             return finish(workspace, run_id, as_json=as_json)
     except Left as left:
         watcher.screen.close()
@@ -275,7 +276,7 @@ def show_preparation(workspace: Workspace, run_id: str, watcher: RunWatcher) -> 
     own = RunWatcher(watcher.screen, run_id, watcher.host)
     own.has_started = True
     with runs.follow(workspace, run_id) as following:
-        _show_records(own, following.records(own))
+        _show_records(workspace, own, following.records(own))
     report = runs.conclude(workspace, run_id)
     verdict, what = report.verdict, program_of(report.row.job).text
     if verdict is not None and verdict.is_good:
@@ -287,9 +288,8 @@ def show_preparation(workspace: Workspace, run_id: str, watcher: RunWatcher) -> 
 
 
 def _cancel(workspace: Workspace, run_id: str, preparers: Sequence[str]) -> None:
-    for preparer in preparers:
-        runs.cancel(workspace, preparer)
-    runs.cancel(workspace, run_id)
+    for each in (run_id, *reversed(preparers)):  # who waits for another goes before it
+        runs.cancel(workspace, each)
     with runs.follow(workspace, run_id) as following:
         for _ in following.records(Watcher()):
             pass

@@ -125,13 +125,10 @@ def cards() -> List[Card]:
         library = nvml.Nvml()
     except Exception:  # noqa: BLE001  (whatever it is, nvidia-smi says it better)
         return _from_nvidia_smi()
-    found: List[Card] = []
-    for number, handle in enumerate(library.handles()):
-        if isinstance(handle, Exception):
-            found.append(Card(number, "", "", 0, 0, fault=str(handle)))
-        else:
-            found += _from_nvml(library, number, handle)
-    return found
+    try:
+        return _all_from_nvml(library)
+    except nvml.NvmlError as error:
+        raise DeviceError("the NVIDIA driver does not answer: %s; see: orch doctor" % error) from error
 
 
 def as_record(chosen: Sequence[Card]) -> List[Dict[str, Any]]:
@@ -157,20 +154,20 @@ def _named(names: Sequence[str], present: Sequence[Card]) -> List[Card]:
             if name == card.uuid or (name == str(card.number) and not card.is_instance)
         ]
         if not match:
-            raise DeviceError("device %s is not there; this host has: %s" % (name, _listing(present)))
+            raise DeviceError("card %s is not there; this host has: %s" % (name, _listing(present)))
         card = match[0]
         if card.fault:
             raise DeviceError(
-                "device %s does not answer: %s; see the kernel's log there (dmesg)" % (name, card.fault)
+                "card %s does not answer: %s; see the kernel's log there (dmesg)" % (name, card.fault)
             )
         if card.has_instances:
             own = [other.uuid for other in present if other.is_instance and other.number == card.number]
             raise DeviceError(
-                "device %s is in MIG mode: ask for one of its instances: %s"
+                "card %s is in MIG mode: ask for one of its instances: %s"
                 % (name, ", ".join(own) or "there is none yet, see nvidia-smi mig")
             )
         if card in found:
-            raise DeviceError("device %s is asked for twice" % name)
+            raise DeviceError("card %s is asked for twice" % name)
         found.append(card)
     return found
 
@@ -189,6 +186,16 @@ def _users(card: Card) -> str:
         size = "" if used_mib is None else ", %s" % gib(used_mib)
         named.append("pid %d%s%s" % (pid, " (%s)" % words[0] if words else "", size))
     return ": %s" % "; ".join(named) if named else ""
+
+
+def _all_from_nvml(library: Any) -> List[Card]:
+    found: List[Card] = []
+    for number, handle in enumerate(library.handles()):
+        if isinstance(handle, Exception):
+            found.append(Card(number, "", "", 0, 0, fault=str(handle)))
+        else:
+            found += _from_nvml(library, number, handle)
+    return found
 
 
 def _from_nvml(library: Any, number: int, handle: Any) -> List[Card]:
@@ -219,11 +226,7 @@ def _read(library: Any, number: int, handle: Any) -> Card:
         node: Optional[str] = "/dev/nvidia%d" % library.minor(handle)
     except NvmlError:
         node = None
-    try:
-        users = library.processes(handle)
-    except NvmlError:
-        users = ()
-    return Card(number, uuid, name, total_mib, used_mib, node, users)
+    return Card(number, uuid, name, total_mib, used_mib, node, library.processes(handle))
 
 
 def _from_nvidia_smi() -> List[Card]:

@@ -24,7 +24,7 @@ from .program import Refused
 from .pump import Pump
 from .records import DiskFull, RecordWriter
 from .rundir import RunDir
-from .sampling import Sampler, Strangers
+from .sampling import Look, Sampler, Strangers
 from .tree import Tree
 from .turns import Turn
 
@@ -165,7 +165,10 @@ class Job:
         if leases is not None:
             began, told = time.monotonic(), None
             while not chosen:
-                chosen = self._try_take(leases)
+                present = self._look()
+                if present is None:
+                    return None
+                chosen = self._try_take(leases, present)
                 obstacles = {} if chosen else dict(leases.obstacles)
                 if obstacles and obstacles.keys() != told:
                     told = obstacles.keys()
@@ -183,9 +186,22 @@ class Job:
             self._run.change_state("running", cards=[card.label for card in chosen], obstacles=[])
         return chosen
 
-    def _try_take(self, leases: Leases) -> List[gpus.Card]:
+    def _look(self) -> Optional[List[gpus.Card]]:
+        """Returns the host's cards, None when the run is stopped before they are known."""
+        look = Look()
+        self._watch(look)
+        while look.is_open:
+            self._step(HEARTBEAT_S)
+            if self._ending.is_stopping:
+                return None
         try:
-            chosen = leases.try_take(gpus.cards())
+            return look.cards()
+        except gpus.DeviceError as error:
+            raise Refused(str(error)) from error
+
+    def _try_take(self, leases: Leases, present: List[gpus.Card]) -> List[gpus.Card]:
+        try:
+            chosen = leases.try_take(present)
         except gpus.DeviceError as error:
             raise Refused(str(error)) from error
         if not chosen and self._job.get("waits_for_cards") is False:
@@ -265,7 +281,7 @@ class Job:
         for stranger in self._strangers.new_in(sample.get("cards", ())):
             self._writer.write("stranger", **stranger)
 
-    def _watch(self, source: Union[Control, Events, Pump, Sampler]) -> None:
+    def _watch(self, source: Union[Control, Events, Pump, Sampler, Look]) -> None:
         """Has the loop read ``source`` whenever there is something, until it closes its descriptor."""
         fd = source.fd
 

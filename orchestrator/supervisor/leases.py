@@ -3,7 +3,8 @@
 A lease is a lock (`flock`) on the card's node under /dev, which is one file for every user and container that
 has the card; where no node is known it is a file below ``leases/``, for the runs of this root alone. The
 payload inherits it: a card is free when the last process that has it is gone, also after a killed supervisor.
-``leases/<uuid>.json`` only says which run of this root that is.
+``leases/<uuid>.json`` names the last run of this root that had the card: for messages, and to wait for what
+such a run left behind.
 
 Who waits has a ticket below ``leases/queue/`` with what it asks for, in the order in which they came. Nobody
 takes a card that somebody further ahead could take. Strangers have no lease: they show by their processes and

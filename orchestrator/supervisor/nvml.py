@@ -14,7 +14,6 @@ MOST_PROCESSES = 512
 MIB = 1024 * 1024
 NOT_TOLD = 2**64 - 1
 _MEMORY_V2 = 40 | 2 << 24  # a structure's size and version in one number, as the library wants it
-_INSUFFICIENT_SIZE = 7
 _TEMPERATURE_OF_THE_CHIP = 0
 _MIG_ENABLED = 1
 
@@ -109,13 +108,17 @@ class Nvml:
             return older.total // MIB, older.used // MIB
 
     def processes(self, handle: Handle) -> "tuple[tuple[int, Optional[int]], ...]":
-        """Returns (pid, MiB or None where it is not told) of each process that computes on the card.
+        """Returns (pid, MiB or None where it is not told) of each process that computes on the card; nobody
+        where the driver shows none.
 
         The pids are those of the driver's PID namespace: in a container they may name nobody, or others.
         """
         count = ctypes.c_uint(MOST_PROCESSES)
         table = (_ProcessInfo * MOST_PROCESSES)()
-        self._call("nvmlDeviceGetComputeRunningProcesses_v3", handle.pointer, ctypes.byref(count), table)
+        try:
+            self._call("nvmlDeviceGetComputeRunningProcesses_v3", handle.pointer, ctypes.byref(count), table)
+        except NvmlError:
+            return ()
         return tuple(
             (entry.pid, None if entry.used == NOT_TOLD else entry.used // MIB)
             for entry in table[: count.value]

@@ -1,20 +1,62 @@
-"""What a run's cards do while it runs: memory in use, utilisation, temperature and processes, every 10 s.
+"""What a host's cards do, read beside a run's loop: a driver may hang, and the loop must not.
 
-A thread asks the driver's library, which may hang in the driver where the run's loop must not, and hands each
-sample through a pipe to the loop. One sample takes well under a millisecond of a core. Where the library
-cannot be loaded there are no samples.
+While a run waits, a process of its own looks which cards there are (`Look`). While it runs, a thread asks the
+driver's library every 10 s for memory in use, utilisation, temperature and processes (`Sampler`), which
+takes well under a millisecond of a core; where the library cannot be loaded there are no samples. Both hand
+what they find to the loop through a pipe.
 """
 
 import json
 import os
+import signal
 import threading
 from typing import Any, Callable, Dict, Iterator, List, Sequence, Set, Tuple
 
-from . import processes
+from . import gpus, processes
 
 PERIOD_S = 10.0
 _MOST_BYTES = 64 * 1024
 _MOST_PROCESSES = 32
+_MOST_DESCRIPTORS = 4096
+
+
+class Look:
+    """One look at the host's cards, in a process that the loop reaps like any other."""
+
+    def __init__(self) -> None:
+        self.fd, write_fd = os.pipe()
+        os.set_blocking(self.fd, False)
+        self.is_open = True
+        self._found = b""
+        if os.fork() == 0:
+            _tell_cards(write_fd)
+        os.close(write_fd)
+
+    def read(self) -> bool:
+        """Reads once; tells whether there may be more."""
+        try:
+            data = os.read(self.fd, _MOST_BYTES)
+        except BlockingIOError:
+            return False
+        self._found += data
+        if not data:
+            self.is_open = False
+            os.close(self.fd)
+        return self.is_open
+
+    def cards(self) -> List[gpus.Card]:
+        """Returns what was found, once it is not open any more.
+
+        Raises:
+            DeviceError: what it was that could not be read, or that the look itself was ended.
+        """
+        if not self._found:
+            raise gpus.DeviceError("the look at this host's cards was ended before it was over")
+        told = json.loads(self._found)
+        if "error" in told:
+            raise gpus.DeviceError(told["error"])
+        cards = [gpus.Card(*fields) for fields in told["cards"]]
+        return [card._replace(processes=tuple((pid, used) for pid, used in card.processes)) for card in cards]
 
 
 class Sampler:
@@ -96,6 +138,25 @@ class Strangers:
                     self._told.add((card["uuid"], pid))
                     argv = processes.command_line(pid)
                     yield {"uuid": card["uuid"], "pid": pid, "argv": argv, "used_mib": used_mib}
+
+
+def _tell_cards(write_fd: int) -> None:
+    """Writes the cards and ends this process, which holds nothing that belongs to the run."""
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.closerange(3, write_fd)
+        os.closerange(write_fd + 1, _MOST_DESCRIPTORS)
+        try:
+            told: Dict[str, Any] = {"cards": gpus.cards()}
+        except gpus.DeviceError as error:
+            told = {"error": str(error)}
+        except Exception as error:  # noqa: BLE001  (nobody else can tell it)
+            told = {"error": "cannot look at the cards: %s: %s" % (type(error).__name__, error)}
+        with os.fdopen(write_fd, "wb") as file:
+            file.write(json.dumps(told).encode("ascii"))
+    finally:
+        os._exit(0)
 
 
 def _handles(library: Any, wanted: "set[str]") -> List[Tuple[str, Any]]:

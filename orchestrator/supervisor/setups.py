@@ -168,6 +168,7 @@ class Needs:
         by = environment.preparer
         if by is None:
             by = next((run.run_id for run in self._preparers if run.is_alive), None)
+        self.by = by or None
         if environment.done is not None:
             fd = environment.hold()
             if fd is not None and environment.done is not None:
@@ -180,7 +181,6 @@ class Needs:
             tried = ", ".join(run.run_id for run in self._preparers)
             hint = "see run %s" % tried if tried else "`orch prepare` does it"
             raise Refused("the environment of %s was not prepared: %s" % (environment.spec["path"], hint))
-        self.by = by or None
         return False
 
     def _try_make(self, environment: Environment) -> bool:
@@ -196,12 +196,15 @@ class Needs:
 def check(job: Dict[str, Any]) -> None:
     """Raises ValueError unless what a job needs and prepares can be read."""
     made = job.get("prepares")
-    for spec in [*(job.get("setup") or ()), *([made] if made else ())]:
-        parts = str(spec["path"]).split("/")
-        is_told = spec["kind"] in KINDS and type(spec["system_packages"]) is bool
-        if not is_told or any(part in ("", ".", "..") for part in parts):
-            raise ValueError("not a setup: %r" % (spec,))
-        checked_name(spec["bundle"], "bundle")
+    try:
+        for spec in [*(job.get("setup") or ()), *([made] if made else ())]:
+            parts = str(spec["path"]).split("/")
+            is_told = spec["kind"] in KINDS and type(spec["system_packages"]) is bool
+            if not is_told or any(part in ("", ".", "..") for part in parts):
+                raise ValueError("not a setup: %r" % (spec,))
+            checked_name(spec["bundle"], "bundle")
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError("not a setup: %r" % (job.get("setup") or made,)) from error
 
 
 def chain(root: str, specs: Sequence[Dict[str, Any]]) -> List[Environment]:

@@ -9,7 +9,6 @@ from orchestrator.errors import (
     HostKeyChanged,
     HostUnfit,
     OrchError,
-    ProtocolError,
     Unreachable,
     UsageError,
 )
@@ -48,14 +47,19 @@ def translate(  # noqa: PLR0911  # a table
         case paramiko.ConfigParseError() | paramiko.CouldNotCanonicalize():
             return UsageError(f"{host}: ssh_config cannot be used: {text}")
         case paramiko.ssh_exception.IncompatiblePeer():
-            return HostUnfit(f"{where} has no algorithm in common with orch: {text}", host=host)
+            return HostUnfit(
+                f"{where} has no algorithm in common with orch: {text}", host=host, lacking="connection"
+            )
         case paramiko.ssh_exception.MessageOrderError():
-            return ProtocolError(f"{where} broke the order of the key exchange: {text}", host=host)
+            return HostUnfit(
+                f"{where} broke the order of the key exchange: {text}", host=host, lacking="connection"
+            )
         case paramiko.ChannelException() if error.code in NO_SUCH_CHANNEL:
             return HostUnfit(
                 f"{where} does not allow this channel: {text}; see AllowTcpForwarding and MaxSessions in its "
                 "sshd_config",
                 host=host,
+                lacking="connection",
             )
         case _:
             return Unreachable(f"{where}: {text}{next_step and '. Next: '}{next_step}", host=host)

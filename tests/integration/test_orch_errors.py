@@ -232,9 +232,7 @@ class TestHostsThatCannot:
 
     def test_a_device_that_is_not_there(self, remote: Callable[..., Done], project: Project) -> None:
         project.experiment(HELLO, devices=[99])
-        assert_unfit(
-            remote(), "nvidia-smi is not there" if shutil.which("nvidia-smi") is None else "device 99"
-        )
+        assert_unfit(remote(), "nvidia-smi is not there" if shutil.which("nvidia-smi") is None else "card 99")
 
     def test_a_root_that_cannot_be_used(self, remote: Callable[..., Done], tmp_path: Path) -> None:
         open_to_all = tmp_path / "open"

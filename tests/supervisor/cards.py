@@ -55,6 +55,11 @@ class ScriptedCards:
         self.used_mib = {card: used_mib if card == number else 0 for card in self.used_mib}
         self.show()
 
+    def hang(self) -> None:
+        """Has it never answer; that somebody asked shows as a file."""
+        self._write("nvidia-smi", '#!/bin/sh\ntouch "$(dirname "$0")/hangs"\nexec sleep 60\n')
+        os.chmod(os.path.join(self.folder, "nvidia-smi"), 0o755)
+
     def list(self, text: str) -> None:
         """Has ``nvidia-smi -L`` print this."""
         self._write("list", text)

@@ -111,10 +111,10 @@ class TakingTest(LeasesCase):
     def test_what_can_never_be_had_is_refused(self) -> None:
         present = [card(0), card(1, has_instances=True), Card(2, "", "", 0, 0, fault="GPU is lost")]
         wishes: List[Any] = [
-            (["7"], "device 7 is not there; this host has: 0 NVIDIA H200"),
+            (["7"], "card 7 is not there; this host has: 0 NVIDIA H200"),
             (["0", uuid(0)], "asked for twice"),
-            (["1"], "device 1 is in MIG mode: ask for one of its instances"),
-            (["2"], "device 2 does not answer: GPU is lost; see the kernel's log there"),
+            (["1"], "card 1 is in MIG mode: ask for one of its instances"),
+            (["2"], "card 2 does not answer: GPU is lost; see the kernel's log there"),
             ({"count": 2, "free_bytes": None}, "2 cards asked for; this host has: 0 NVIDIA H200"),
             ({"count": 1, "free_bytes": 2**40}, "1 card of 1024.0 GiB asked for; this host has"),
         ]
@@ -282,6 +282,16 @@ class ScriptedTest(HostCase):
         cards.show(code=15, text="Unable to determine the device handle for GPU0000:06:00.0: GPU is lost.\n")
         records = self.records(self.start(PRINT_CARDS, devices=["0"], host_env=cards.env))
         self.assertIn("exit code 15: Unable to determine", of_kind(records, "end")[0]["reason"])
+
+    def test_a_driver_that_hangs_holds_up_neither_signs_of_life_nor_a_cancel(self) -> None:
+        cards = self.scripted(1)
+        cards.hang()
+        waiting = self.start(PRINT_CARDS, devices=["0"], host_env=cards.env).follow()
+        waiting.until("start")
+        self.wait_for("the look", lambda: os.path.exists(os.path.join(cards.folder, "hangs")))
+        self.stop(self.run_ids[0], 0.2)
+        end = of_kind(waiting.rest(), "end")[0]
+        self.assertEqual((end["outcome"], end["survivors"]), ("cancelled", []))
 
     def test_what_a_run_asks_for_stands_in_its_ticket_and_nowhere_else(self) -> None:
         cards = self.scripted(1)

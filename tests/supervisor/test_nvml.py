@@ -95,7 +95,7 @@ class LibraryTest(HostCase):
             ],
         )
         refused = self.records(self.start("", devices=["2"], host_env=self.env))
-        self.assertIn("device 2 does not answer: GPU is lost", of_kind(refused, "end")[0]["reason"])
+        self.assertIn("card 2 does not answer: GPU is lost", of_kind(refused, "end")[0]["reason"])
 
 
 class StrangersTest(unittest.TestCase):

@@ -228,7 +228,7 @@ class EndingTest(HostCase):
         records = self.records(self.start("print('worked')", devices=["5"], host_env=env))
         end = self.end(records)
         self.assertEqual(end["outcome"], "refused")
-        self.assertRegex(end["reason"], "nvidia-smi|device 5")
+        self.assertRegex(end["reason"], "nvidia-smi|card 5")
         self.assertEqual(of_kind(records, "spawn"), [])
 
     def test_cards_are_pinned_by_uuid_as_nvidia_smi_lists_them(self) -> None:
@@ -245,7 +245,7 @@ class EndingTest(HostCase):
             [("NVIDIA, Odd Name", 300), ("NVIDIA H200", 0)],
         )
         records = self.records(self.start(code, devices=["2"], host_env=cards.env))
-        self.assertRegex(self.end(records)["reason"], "device 2 is not there.*0 NVIDIA H200")
+        self.assertRegex(self.end(records)["reason"], "card 2 is not there.*0 NVIDIA H200")
 
     def test_a_run_survives_the_end_of_its_channel(self) -> None:
         talk = self.start("import time; print('a', flush=True); time.sleep(1.5); print('b')")

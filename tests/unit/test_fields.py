@@ -17,7 +17,7 @@ from orchestrator.fields import (
     parse_devices,
     parse_duration,
     parse_grace,
-    parse_memory_limit,
+    parse_memory,
     parse_processes,
     parse_size,
     parse_variable,
@@ -335,8 +335,8 @@ def test_what_orch_tells_ranks_can_be_set_where_there_are_none() -> None:
 
 
 def test_a_memory_limit_is_more_than_nothing() -> None:
-    assert parse_memory_limit("94.97GiB") == int(94.97 * 1024**3)
+    assert parse_memory("94.97GiB") == int(94.97 * 1024**3)
     with pytest.raises(UsageError, match="more than 0"):
-        parse_memory_limit("0GiB")
+        parse_memory("0GiB")
     with pytest.raises(UsageError, match="is no size"):
-        parse_memory_limit(96)
+        parse_memory(96)

@@ -395,7 +395,7 @@ def test_every_rank_has_to_say_what_it_got() -> None:
     assert outcome.unproven == (
         "allocator settings a:1 were asked for, and rank1 never said what took effect",
         "devices 0, 1 were asked for, and rank1 never used CUDA",
-        "a memory limit of 1.00 GiB was asked for, and no process kept to one",
+        "a memory limit of 1.00 GiB was asked for, and no process reported one",
     )
 
 

@@ -33,4 +33,4 @@ def test_a_long_reason_is_cut() -> None:
 def test_what_keeps_a_run_from_its_cards_is_said_before_who_is_ahead() -> None:
     waiting = Observed(ahead=2, obstacles=("card 0 is held by run r1", "card 1 is for run r2"))
     assert waiting.said(0.0) == "card 0 is held by run r1 and 1 more"
-    assert Observed(cards=("0 NVIDIA H200 (GPU-1)",)).said(0.0) == "on 0 NVIDIA H200 (GPU-1)"
+    assert Observed(cards=("0 (NVIDIA H200)",)).said(0.0) == "on card 0 (NVIDIA H200)"

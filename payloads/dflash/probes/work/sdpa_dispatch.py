@@ -192,14 +192,14 @@ def _told() -> Iterator[list[str]]:
                 yield told
             finally:
                 os.dup2(kept, STDERR_FD)
-            told += [TRIGGERED_AT.sub("", str(warning.message)) for warning in caught]
-            file.seek(0)
-            for line in file:
-                told_there = WARNED_IN_CPP.match(line)
-                if told_there:
-                    told.append(told_there[1].decode(errors="replace"))
-                else:
-                    os.write(STDERR_FD, line)
+                told += [TRIGGERED_AT.sub("", str(warning.message)) for warning in caught]
+                file.seek(0)
+                for line in file:
+                    told_there = WARNED_IN_CPP.match(line)
+                    if told_there:
+                        told.append(told_there[1].decode(errors="replace"))
+                    else:
+                        os.write(STDERR_FD, line)
     finally:
         os.close(kept)
 
