@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Self
 
+from orchestrator.artifact_folder import fetched_here, is_as_fetched
 from orchestrator.bundle import ObjectStore
 from orchestrator.errors import StorageError, UnknownName
 from orchestrator.holes import Hole
@@ -18,6 +20,7 @@ from orchestrator.pins import Pin, as_pin, newest_pins
 from orchestrator.run_folder import NOTED_KINDS, Record, RunFolder
 from orchestrator.text import counted
 
+MOST_NAMED = 20
 NOTHING_HERE = (
     "nothing of this run is mirrored here: `orch gc --home` may have removed it, "
     "and of one that is open `orch show` mirrors what there is"
@@ -79,7 +82,21 @@ def local_checks(
         check_pins(folder, found, arrived),
         check_job(found.first, _noted(folder)),
         check_bundle(found.first, bundle_id, store),
+        *check_artifacts(folder),
     ]
+
+
+def check_artifacts(folder: RunFolder) -> list[Check]:
+    """Compares fetched files that stand here with their hashes on arrival; without any there is no check."""
+    found = [fetched for files in fetched_here(folder).values() for fetched in files]
+    if not found:
+        return []
+    changed = [str(Path(file.to, file.path)) for file in found if not is_as_fetched(file)]
+    if changed:
+        more = f" and {len(changed) - MOST_NAMED} more" if len(changed) > MOST_NAMED else ""
+        named = ", ".join(changed[:MOST_NAMED])
+        return [Check.wrong("artifacts", f"not as fetched: {named}{more}")]
+    return [Check.right("artifacts", f"{counted(len(found), 'fetched file')} here, each as it arrived")]
 
 
 def _noted(folder: RunFolder) -> Record | None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from orchestrator import remote
 from orchestrator.errors import ProtocolError, UnknownName
+from orchestrator.fetching import is_uncollected
 from orchestrator.ledger import RunRow
 from orchestrator.lifecycle import State, is_settled
 from orchestrator.run_folder import REMOVED_THERE, RunFolder
@@ -155,9 +156,12 @@ def _why_not_from_host(workspace: Workspace, run: Surveyed, policy: Policy) -> s
         return "it is lost, and may still be found (--unmirrored removes it all the same)"
     if not is_settled(row.state):
         return "its end is not known here: `orch reconcile`"
-    if _end(workspace.folder(run.run_id)) != run.end:
-        return "not all of it is mirrored here (--unmirrored removes it all the same)"
-    return ""
+    folder, missing = workspace.folder(run.run_id), ""
+    if _end(folder) != run.end:
+        missing = "not all of it is mirrored here"
+    elif is_uncollected(row, folder):
+        missing = "not all that it collects is here: `orch fetch`"
+    return f"{missing} (--unmirrored removes it all the same)" if missing else ""
 
 
 def known_row(workspace: Workspace, run_id: str) -> RunRow | None:

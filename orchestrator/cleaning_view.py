@@ -10,9 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.cleaning import Item
-from orchestrator.text import printable
-
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+from orchestrator.text import printable, size_text
 
 
 def cleaning_table(items: Iterable[Item], *, is_real: bool) -> Table:
@@ -46,14 +44,6 @@ def cleaning_sum(items: Sequence[Item], *, is_real: bool) -> str:
 def item_json(item: Item) -> dict[str, Any]:
     """Returns an item's fields, and whether it goes."""
     return {**asdict(item), "goes": item.goes}
-
-
-def size_text(size_bytes: int) -> str:
-    """Returns a size in the largest unit of which there is one."""
-    size, unit = float(size_bytes), 0
-    while size >= 1024 and unit < len(_UNITS) - 1:
-        size, unit = size / 1024, unit + 1
-    return f"{size_bytes} B" if unit == 0 else f"{size:.1f} {_UNITS[unit]}"
 
 
 def _short(name: str) -> str:

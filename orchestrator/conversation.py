@@ -154,6 +154,14 @@ class Conversation:
                 raise ProtocolError(message, host=self._host.name)
         return header
 
+    def frame(self) -> tuple[dict[str, Any], bytes]:
+        """Returns the next frame, header and body, of an answer that brings bytes.
+
+        Raises:
+            ProtocolError: the reply is none of ours.
+        """
+        return self._frame(ANSWER_TIMEOUT_S)
+
     def send_object(self, sha256: str, objects: Objects) -> int:
         """Sends one object in pieces; returns its size in bytes.
 

@@ -19,6 +19,7 @@ from typing import Any, Self
 
 from orchestrator import parameters, yaml_source
 from orchestrator.allocator import AllocValue, parse_alloc_conf, parse_setting, render_alloc_conf
+from orchestrator.artifact_names import parse_pattern, parse_patterns
 from orchestrator.errors import UnknownName, UsageError
 from orchestrator.fields import (
     Devices,
@@ -44,6 +45,7 @@ __all__ = ["EXPECTABLE", "GRACE_S", "Bounds", "Expectation", "Experiment", "load
 GRACE_S = 10.0
 ON_DISK_FULL = ("wait", "stop")
 LEAST_LOG_LIMIT_BYTES = 16 * 1024**2
+COLLECT_LIMIT_BYTES = 1024**3
 
 EXPECTABLE = ("ok", "unverified", "oom", "failed", "killed", "timeout", "cancelled", "refused", "mismatch")
 """The verdicts that an experiment can ask for."""
@@ -110,6 +112,8 @@ class Experiment:
     grace_s: float = GRACE_S
     on_disk_full: str = "wait"
     log_limit_bytes: int | None = None
+    collect: tuple[str, ...] = ()
+    collect_limit_bytes: int = COLLECT_LIMIT_BYTES
     expect: Expectation = field(default_factory=Expectation)
     profile: str | None = None
     matrix: Matrix | None = None
@@ -181,6 +185,8 @@ def load_experiment(path: Path, *, profile: str | None = None, overrides: Sequen
         on_disk_full=chosen.on_disk_full,
         log_limit_bytes=chosen.log_limit_bytes,
         setup=chosen.setup,
+        collect=chosen.collect,
+        collect_limit_bytes=chosen.collect_limit_bytes,
         expect=chosen.expect,
         profile=profile,
         matrix=matrix,
@@ -212,6 +218,8 @@ class _Overlay(StrictModel):
     on_disk_full: Any = "wait"
     log_limit: Any = None
     setup: SetupForm | None = None
+    collect: Any = ()
+    collect_limit: Any = None
     expect: _Expect = _Expect()
 
 
@@ -237,6 +245,8 @@ class _Settings:
     on_disk_full: str
     log_limit_bytes: int | None
     setup: Setup | None
+    collect: tuple[str, ...]
+    collect_limit_bytes: int
     expect: Expectation
 
 
@@ -260,6 +270,8 @@ def _settings(source: Source, overlay: _Overlay, here: tuple[Key, ...]) -> _Sett
         on_disk_full=_on_disk_full(source, overlay.on_disk_full, (*here, "on_disk_full")),
         log_limit_bytes=_log_limit_bytes(source, overlay.log_limit, (*here, "log_limit")),
         setup=read_setup(source, overlay.setup, *here, "setup"),
+        collect=_collect(source, overlay.collect, (*here, "collect")),
+        collect_limit_bytes=_collect_limit_bytes(source, overlay.collect_limit, (*here, "collect_limit")),
         expect=_expectation(source, overlay.expect, (*here, "expect")),
     )
 
@@ -325,6 +337,19 @@ def _refuse_rank_variables(source: Source, base: _Settings, profiles: Mapping[st
             check_free_of_ranks(settings.env, settings.processes)
 
 
+def _collect(source: Source, value: Any, here: tuple[Key, ...]) -> tuple[str, ...]:
+    for position, pattern in enumerate(value if isinstance(value, list) else ()):
+        with source.at(*here, position):
+            parse_pattern(pattern)
+    with source.at(*here):
+        return parse_patterns(value)
+
+
+def _collect_limit_bytes(source: Source, value: Any, here: tuple[Key, ...]) -> int:
+    with source.at(*here):
+        return COLLECT_LIMIT_BYTES if value is None else parse_size(value)
+
+
 def _expectation(source: Source, expect: _Expect, here: tuple[Key, ...]) -> Expectation:
     is_list = isinstance(expect.verdict, list)
     given = expect.verdict if is_list else [expect.verdict]
@@ -383,6 +408,8 @@ def _overlaid(source: Source, base: _Settings, overlay: _Overlay, here: tuple[Ke
         on_disk_full=own.on_disk_full if "on_disk_full" in given else base.on_disk_full,
         log_limit_bytes=own.log_limit_bytes if "log_limit" in given else base.log_limit_bytes,
         setup=own.setup if "setup" in given else base.setup,
+        collect=own.collect if "collect" in given else base.collect,
+        collect_limit_bytes=own.collect_limit_bytes if "collect_limit" in given else base.collect_limit_bytes,
         expect=replace(
             base.expect,
             verdicts=own.expect.verdicts

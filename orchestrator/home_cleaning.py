@@ -1,6 +1,7 @@
 """What `orch gc` removes from this machine: mirrors of runs whose end is known, and what no run needs then.
 
-A run's row stays in the ledger with its verdict, and so do the observations that a row can be made from. What
+A run's row stays in the ledger with its verdict, and so do the observations that a row can be made from, and
+the files that were fetched. What
 goes is renamed away first and then deleted; no link is followed. One `orch gc` works here at a time, and a
 start that has no row in the ledger yet is protected by when its code was last used.
 """
@@ -40,7 +41,7 @@ def clean_home(workspace: Workspace, policy: Policy, *, is_real: bool) -> list[I
                 _empty(workspace.home / "removing")
             mirrors = list(_mirrors(workspace, policy, is_real=is_real))
             gone = {item.name for item in mirrors if item.goes}
-            return [*mirrors, *_objects(workspace, gone, is_real=is_real)]
+            return [*mirrors, *_artifacts(workspace, gone), *_objects(workspace, gone, is_real=is_real)]
     except OSError as error:
         raise StorageError(f"{workspace.home}: cannot be cleaned up: {error}") from error
 
@@ -84,6 +85,16 @@ def _forget(workspace: Workspace, folder: RunFolder) -> str:
     finally:
         os.close(fd)
     return ""
+
+
+def _artifacts(workspace: Workspace, gone: set[str]) -> Iterator[Item]:
+    """Yields the files that were fetched of runs without a mirror: what they are worth is not known."""
+    for name, path in _folders(workspace.home / "runs"):
+        files = list(_files(path / "artifacts"))
+        if files and (name in gone or next(_files(path / "records"), None) is None):
+            size_bytes = sum(status.st_blocks * 512 for _, status in files)
+            why = f"fetched files are for you to remove: {path / 'artifacts'}"
+            yield Item(place=HOME, what="artifacts", name=name, size_bytes=size_bytes, why=why)
 
 
 def _objects(workspace: Workspace, gone: set[str], *, is_real: bool) -> Iterator[Item]:

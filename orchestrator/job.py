@@ -78,6 +78,8 @@ def job_for(
         "on_disk_full": experiment.on_disk_full,
         "log_limit_bytes": experiment.log_limit_bytes,
         "setup": list(setup),
+        "collect": experiment.collect,
+        "collect_limit_bytes": experiment.collect_limit_bytes,
         "turn": None if turn is None else turn._asdict(),
         "provenance": bundle.provenance.as_json(),
         "expect": experiment.expect.as_json(),

@@ -197,6 +197,8 @@ _KEYS: Mapping[str, Callable[[object], bool]] = {
     "processes": _is_count_or_none,
     "memory_limit_bytes": _is_size_or_none,
     "timeout_s": _is_number_or_none,
+    "collect": _is_texts_or_none,
+    "collect_limit_bytes": _is_number_or_none,
     "grace_s": _is_number_or_none,
     "provenance": _is_provenance,
     "expect": _is_expectation,

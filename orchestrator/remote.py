@@ -252,22 +252,23 @@ def _clock(talk: Conversation, transport: Transport) -> Offset:
 
 def listing(transport: Transport, run_ids: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """Returns what the host tells of all its runs, or of ``run_ids`` with their jobs: its word, unchecked."""
-    return _pages(transport, {"op": "list", "runs": None if run_ids is None else list(run_ids)})
+    return pages(transport, {"op": "list", "runs": None if run_ids is None else list(run_ids)})
 
 
 def survey(transport: Transport) -> list[dict[str, Any]]:
     """Returns size, age and end of each of the host's runs."""
-    return _pages(transport, {"op": "gc", "chosen": None})
+    return pages(transport, {"op": "gc", "chosen": None})
 
 
 def clean(
     transport: Transport, chosen: Sequence[Mapping[str, Any]], *, is_real: bool
 ) -> list[dict[str, Any]]:
     """Has the host remove runs and what nobody needs then, or, unless ``is_real``, say what it would."""
-    return _pages(transport, {"op": "gc", "chosen": list(chosen), "is_real": is_real})
+    return pages(transport, {"op": "gc", "chosen": list(chosen), "is_real": is_real})
 
 
-def _pages(transport: Transport, request: Mapping[str, Any]) -> list[dict[str, Any]]:
+def pages(transport: Transport, request: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns all pages of an answer as one list, its entries unchecked."""
     found: list[dict[str, Any]] = []
     with Conversation.open(transport, request) as talk:
         while not (told := talk.reply(PAGE_TIMEOUT_S)).get("end"):

@@ -24,8 +24,13 @@ Record = dict[str, Any]
 
 NOTED_KINDS = ("created", "adopted")  # which hold the job
 REMOVED_THERE = "removed_there"
+FETCHED = "fetched"  # a file of the run's artifacts
+COLLECTED = "collected"  # the artifacts that its experiment names
 KEPT_KINDS = frozenset(
-    {"created", "adopted", "started", "cancel", "verdict", "finding", "clock", "removed", REMOVED_THERE}
+    {
+        *("created", "adopted", "started", "cancel", "verdict", "finding", "clock", "removed"),
+        *(REMOVED_THERE, FETCHED, COLLECTED),
+    }
 )
 
 START_POLL_S = 0.05
@@ -41,6 +46,7 @@ class RunFolder:
         self.path = home / "runs" / run_id
         self.records = self.path / "records"
         self.observations_path = self.path / "observations.jsonl"
+        self.artifacts = self.path / "artifacts"
 
     def make(self) -> None:
         """Makes the folders that are not there, each of them private."""

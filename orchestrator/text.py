@@ -13,7 +13,9 @@ from collections.abc import Iterable
 
 from orchestrator.errors import UsageError
 
-__all__ = ["check_name", "check_text", "did_you_mean", "printable", "quoted"]
+__all__ = ["check_name", "check_text", "counted", "did_you_mean", "printable", "quoted", "size_text"]
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def check_name(kind: str, text: str) -> str:
@@ -76,3 +78,11 @@ def _visible(character: str) -> str:
 def counted(count: int, noun: str) -> str:
     """Returns a number with its noun."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def size_text(size_bytes: int) -> str:
+    """Returns a size in the largest unit of which there is one."""
+    size, unit = float(size_bytes), 0
+    while size >= 1024 and unit < len(_UNITS) - 1:
+        size, unit = size / 1024, unit + 1
+    return f"{size_bytes} B" if unit == 0 else f"{size:.1f} {_UNITS[unit]}"

@@ -10,9 +10,10 @@ Log lines are `orchestrator.log_view`'s.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from types import MappingProxyType
@@ -24,11 +25,14 @@ from orchestrator.job import program_of, setup_text
 from orchestrator.ledger import RunRow
 from orchestrator.lifecycle import CardUse, Device, MemoryLimit, Outcome, Peak, Verdict, is_terminal
 from orchestrator.observed import Observed
-from orchestrator.text import counted, printable
+from orchestrator.text import counted, printable, size_text
 
 if TYPE_CHECKING:  # a log's first line does not wait for rich
     from rich.table import Table
     from rich.text import Text
+
+    from orchestrator.artifact_folder import Fetched
+    from orchestrator.remote_artifacts import Artifact
 
 _GIB = 1024**3
 _GOOD, _BAD, _OPEN = "green", "bold red", "cyan"
@@ -77,6 +81,20 @@ def hosts_table(hosts: Iterable[Host]) -> Table:
     return table
 
 
+def artifacts_table(found: Iterable[Artifact]) -> Table:
+    """Returns one line for each thing in a run's artifacts folder on its host."""
+    table = _columns()
+    table.add_column("PATH", overflow="fold")
+    table.add_column("SIZE", justify="right")
+    table.add_column("CHANGED")
+    table.add_column("KIND")
+    for artifact in found:
+        size = size_text(artifact.size_bytes) if artifact.kind == "file" else "-"
+        changed = _clock(artifact.mtime_ns / 1e9)
+        table.add_row(*map(plain, (artifact.path, size, changed, artifact.kind)))
+    return table
+
+
 def summary(
     row: RunRow,
     outcome: Outcome,
@@ -84,13 +102,22 @@ def summary(
     observed: Observed | None = None,
     *,
     now_t: float = 0.0,
+    artifacts: Mapping[str, Sequence[Fetched]] = MappingProxyType({}),
 ) -> Table:
-    """Returns everything that tells what a run was and what became of it, as labels and values."""
+    """Returns everything that tells what a run was and what became of it, as labels and values.
+
+    ``artifacts``: the files that were fetched, by the folder that they are in.
+    """
     table = _grid()
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     state = _state(row, observed, now_t)
-    for label, values in (*_what(row), *_where(row, outcome), *_result(row, outcome, verdict, state)):
+    parts = (
+        _what(row),
+        _where(row, outcome),
+        _result(row, outcome, verdict, state, tuple(_artifact_lines(artifacts))),
+    )
+    for label, values in itertools.chain.from_iterable(parts):
         style = verdict_style(verdict) if label == "verdict" else ""
         for position, value in enumerate(values):
             table.add_row("" if position else label, plain(value, style=style if not position else ""))
@@ -128,7 +155,12 @@ def run_json(row: RunRow, observed: Observed | None = None) -> dict[str, Any]:
 
 
 def summary_json(
-    row: RunRow, outcome: Outcome, verdict: Verdict | None, observed: Observed | None = None
+    row: RunRow,
+    outcome: Outcome,
+    verdict: Verdict | None,
+    observed: Observed | None = None,
+    *,
+    artifacts: Mapping[str, Sequence[Fetched]] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Returns what `summary` shows; a metric that is not finite is null."""
     metrics = {name: value if math.isfinite(value) else None for name, value in outcome.metrics.items()}
@@ -136,6 +168,7 @@ def summary_json(
         "run": run_json(row, observed),
         "outcome": {**asdict(outcome), "metrics": metrics},
         "verdict": None if verdict is None else asdict(verdict),
+        "artifacts": {to: [asdict(file) for file in files] for to, files in artifacts.items()},
     }
 
 
@@ -191,7 +224,9 @@ def _where(row: RunRow, outcome: Outcome) -> _Lines:
         yield "prepared", outcome.prepared
 
 
-def _result(row: RunRow, outcome: Outcome, verdict: Verdict | None, state: str) -> _Lines:
+def _result(
+    row: RunRow, outcome: Outcome, verdict: Verdict | None, state: str, artifacts: tuple[str, ...]
+) -> _Lines:
     yield "times", (_times(row, outcome),)
     rss = outcome.peak_rss_bytes
     where = "in the largest process" if (row.job.get("processes") or 1) > 1 else "resident"
@@ -200,6 +235,8 @@ def _result(row: RunRow, outcome: Outcome, verdict: Verdict | None, state: str) 
         yield "peak memory", peaks
     if outcome.metrics:
         yield "metrics", _metrics(outcome.metrics)
+    if artifacts:
+        yield "artifacts", artifacts
     if outcome.survivors:
         yield "still running", outcome.survivors
     if outcome.notes:
@@ -329,6 +366,12 @@ def _metrics(metrics: Mapping[str, float]) -> tuple[str, ...]:
         group, _, last = name.rpartition(".")
         groups.setdefault(group, []).append(f"{last} {value:.6g}")
     return tuple((f"{group}: " if group else "") + ", ".join(values) for group, values in groups.items())
+
+
+def _artifact_lines(artifacts: Mapping[str, Sequence[Fetched]]) -> Iterator[str]:
+    for to, files in artifacts.items():
+        size = size_text(sum(file.size_bytes for file in files))
+        yield f"{counted(len(files), 'file')}, {size}, in {to}"
 
 
 def _gib(size_bytes: int) -> str:

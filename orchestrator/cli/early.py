@@ -18,11 +18,11 @@ _HARMLESS = ("--dry-run", "--help", "-h")
 
 
 def connect_early(command: str, arguments: Sequence[str]) -> None:
-    """Begins, for ``run`` and ``rerun`` with ``--host`` and for ``exec HOST``, unless the words say that no
-    host is needed.
+    """Begins, for ``run`` and ``rerun`` with ``--host``, for ``exec HOST`` and ``shell HOST``, unless the
+    words say that no host is needed.
     """
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
-    hosts = list(own[:1] if command == "exec" else _values(own, "--host"))
+    hosts = list(own[:1] if command in ("exec", "shell") else _values(own, "--host"))
     if not 0 < len(hosts) <= MOST_HOSTS or set(own) & set(_HARMLESS):
         return
     try:

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from orchestrator import reconciling, runs, submitting
 from orchestrator.cancelling import cancel_all
+from orchestrator.cli.collecting import collect_artifacts
 from orchestrator.cli.leaving import Left, leaving, say_goodbye
 from orchestrator.cli.plans import bundle_line, group_plan_json, group_text
 from orchestrator.cli.terminal import Screen
@@ -219,6 +220,9 @@ def _follow_to_the_end(
     finally:
         screen.close()
     reports = _reports(workspace, group_id, screen)
+    for report in reports:
+        if runs.is_settled(report.row):
+            collect_artifacts(workspace, report.row.run_id, screen)
     _print(group_id, reports, as_json=as_json)
     return group_exit_code(reports)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from orchestrator import cancelling, reconciling, runs, views
+from orchestrator.artifact_folder import fetched_here
 from orchestrator.cli.group import cancel_group, show_group, wait_group
 from orchestrator.cli.leaving import Left, leaving, say_goodbye
 from orchestrator.cli.options import inventory_option, json_option, open_workspace, run_argument
@@ -43,10 +44,11 @@ def show(run: str, inventory: Path | None, as_json: bool) -> int:
                 seen = reconciling.unreachable(workspace, report.row.host, str(error))
                 report = replace(report, observed=seen)
         shown = (report.row, report.outcome, report.verdict, report.observed)
+        artifacts = fetched_here(workspace.folder(run_id))
         if as_json:
-            print(json.dumps(views.summary_json(*shown), indent=2))
+            print(json.dumps(views.summary_json(*shown, artifacts=artifacts), indent=2))
         else:
-            show_table(views.summary(*shown, now_t=time.time()))
+            show_table(views.summary(*shown, now_t=time.time(), artifacts=artifacts))
         is_altered = report.verdict is not None and report.verdict.name == "altered"
         return RecordsAltered.exit_code if is_altered else 0
 

@@ -40,16 +40,18 @@ COMMANDS = {
     "diff": _Entry("compare", "Show what differs between two runs."),
     "wait": _Entry("inspect", "Wait until a run has ended; exit like `orch run`."),
     "cancel": _Entry("inspect", "End a run and everything it started."),
+    "fetch": _Entry("fetch", "Bring files that a run wrote from its host to here."),
     "verify": _Entry("verify", "Prove that a run's records and code are unaltered."),
     "reconcile": _Entry("housekeeping", "Find out how every run whose end is not known stands."),
     "gc": _Entry("housekeeping", "Remove what ended runs left on hosts and here."),
     "ledger": _Entry("housekeeping", "Make the ledger anew from the runs' records."),
     "doctor": _Entry("doctor", "Say what keeps runs from working on hosts, and what to do."),
+    "shell": _Entry("shell", "Open a shell on a host, or run one command there."),
     "hosts": _Entry("hosts", "List the hosts of the inventory; add one, or pin its new key."),
 }
 
 
-CONNECTING = ("run", "exec", "rerun")
+CONNECTING = ("run", "exec", "rerun", "shell")
 """Commands that need the host that they name in any case."""
 
 

@@ -81,6 +81,9 @@ def _facts(plan: Plan) -> dict[str, str]:
         "grace": f"{job['grace_s']:g} s",
         "disk full": job["on_disk_full"],
         "log limit": "none" if limit is None else f"{limit} bytes",
+        "collected": f"{', '.join(job['collect'])}, {job['collect_limit_bytes']} bytes at most"
+        if job["collect"]
+        else "nothing",
         "expected": f"verdict {' or '.join(expect['verdicts'])}, metrics {json.dumps(expect['metrics'])}",
     }
     return facts | ({"parameters": json.dumps(job["params"])} if program.kind == "module" else {})

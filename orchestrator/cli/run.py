@@ -17,6 +17,8 @@ import click
 
 from orchestrator import runs, starting, views
 from orchestrator.adhoc import ProgramOptions, script_experiment
+from orchestrator.artifact_folder import fetched_here
+from orchestrator.cli.collecting import collect_artifacts
 from orchestrator.cli.leaving import Left, leaving, say_goodbye
 from orchestrator.cli.options import (
     ProgramCommand,
@@ -236,15 +238,18 @@ def _show_records(workspace: Workspace, watcher: RunWatcher, records: Iterable[R
 
 
 def finish(workspace: Workspace, run_id: str, *, as_json: bool) -> int:
-    """Concludes a run that has ended, prints its summary and returns the exit code."""
+    """Concludes a run that has ended, brings what it collects, prints its summary; returns the exit code."""
     report = runs.conclude(workspace, run_id)
     if report.row.state is State.LOST:
         with suppress(HostError):  # it knows why, if it can be asked
             report = runs.refresh(workspace, run_id)
+    collect_artifacts(workspace, run_id, Screen(lines_to_stderr=as_json))
+    shown = (report.row, report.outcome, report.verdict)
+    artifacts = fetched_here(workspace.folder(run_id))
     if as_json:
-        print(json.dumps(views.summary_json(report.row, report.outcome, report.verdict), indent=2))
+        print(json.dumps(views.summary_json(*shown, artifacts=artifacts), indent=2))
     else:
-        show(views.summary(report.row, report.outcome, report.verdict))
+        show(views.summary(*shown, artifacts=artifacts))
     return report.exit_code
 
 

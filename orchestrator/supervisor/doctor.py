@@ -39,7 +39,7 @@ MODULES = (
     "zlib",
 )
 _PROFILES = ("/etc/environment", "/etc/profile", "~/.profile", "~/.bash_profile", "~/.bashrc", "~/.zshenv")
-_OF_A_RUN = ("PYTHONPATH", "ORCH_RUN_ID", "ORCH_EVENTS_FD")
+_OF_A_RUN = ("PYTHONPATH", "ORCH_RUN_ID", "ORCH_ARTIFACTS")
 
 
 def gather(root: str, asked: Dict[str, Any]) -> Dict[str, Any]:
@@ -101,7 +101,7 @@ def _payload_env(asked: Dict[str, Any], cards: List[Dict[str, Any]]) -> Dict[str
     if asked["import_container_env"]:
         container, _ = environment.of_container(processes.environment(1))
     job = {"run_id": CANNOT, "env": asked["env"], "venv": asked["venv"]}
-    env = environment.build(job, os.environ, "", [], {}, container)
+    env = environment.build(job, os.environ, "", "", [], {}, container)
     env["CUDA_VISIBLE_DEVICES"] = ",".join(card["uuid"] for card in cards)
     return {name: value for name, value in env.items() if name not in _OF_A_RUN}
 

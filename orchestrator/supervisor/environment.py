@@ -43,6 +43,7 @@ def build(
     job: Mapping[str, Any],
     base: Mapping[str, str],
     code_dir: str,
+    artifacts: str,
     cards: Sequence[Card],
     secrets: Mapping[str, str],
     container: Mapping[str, str],
@@ -72,6 +73,7 @@ def build(
     env["ORCH_RUN_ID"] = job["run_id"]
     if job.get("memory_limit_bytes"):
         env[MEMORY_LIMIT_VARIABLE] = str(job["memory_limit_bytes"])
+    env["ORCH_ARTIFACTS"] = artifacts
     return env
 
 

@@ -217,6 +217,7 @@ class Job:
             self._job,
             base=os.environ,
             code_dir=self._run.code,
+            artifacts=self._run.artifacts,
             cards=cards,
             secrets=self._secrets,
             container=container,

@@ -1,5 +1,5 @@
-"""Answers one request of the controller on one channel: to start, read, stop, list, compare, clean, tell the
-time, what is prepared, or what decides whether runs can work here.
+"""Answers one request of the controller on one channel: to start, read, stop, list, compare, clean, send
+artifacts, tell the time, what is prepared, or what decides whether runs can work here.
 
 ``start`` is repeatable: the same request again finds the run that the first one started, and both then follow
 the same records; the ``secrets`` beside its job stay in memory. Where environments that the run needs are not
@@ -52,6 +52,7 @@ class Service:
             "list": lambda: self._list(request["runs"]),
             "gc": lambda: self._gc(request),
             "prepared": lambda: self._prepared(request["setup"]),
+            "artifacts": lambda: self._artifacts(self._known(request["run"]), request["files"]),
             "clock": lambda: self._clock(request["trips"]),
             "doctor": lambda: self._doctor(request),
         }
@@ -210,6 +211,17 @@ class Service:
             self._say_pages(cleaning.survey(self._root))
         else:
             self._say_pages(cleaning.clean(self._root, chosen, request["is_real"]))
+
+    def _artifacts(self, run: RunDir, files: Optional[Sequence[Sequence[Any]]]) -> None:
+        """Without a choice of files, says which there are."""
+        from . import artifacts  # noqa: PLC0415  (only who asks for it pays)
+
+        if files is None:
+            self._say_pages(artifacts.pages(run))
+            return
+        for header, body in artifacts.send(run, files):
+            self._write(wire.pack(header, body))
+        self._say({"end": True})
 
     def _say_pages(self, pages: Iterator[List[Dict[str, Any]]]) -> None:
         for page in pages:

@@ -65,6 +65,13 @@ class Transport(Protocol):
         Quoted and joined it is shorter than 128 KiB, Linux's limit for what a shell gets as ``-c``.
         """
 
+    def attach(self, argv: Sequence[str] | None) -> int:
+        """Runs ``argv`` there as `open` does, or the user's log-in shell, on this process's own streams.
+
+        It has a terminal there when stdin and stdout are one here. Returns its exit status, ``-n`` for signal
+        ``n``. To be called in the main thread.
+        """
+
     def close(self) -> None:
         """Closes every channel and the way itself; may be called more than once, and never hangs."""
 

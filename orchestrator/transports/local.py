@@ -7,11 +7,14 @@ so that a Ctrl-C in the terminal ends the command line and not the run.
 from __future__ import annotations
 
 import os
+import pwd
 import select
+import signal
 import subprocess
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Self
 
 from orchestrator.errors import HostUnfit, Unreachable
@@ -62,6 +65,25 @@ class LocalTransport:
             channel.close()
             raise Unreachable("the way was closed on this side", host=self._host.name)
         return channel
+
+    def attach(self, argv: Sequence[str] | None) -> int:
+        """Hands over the streams, and with them the terminal that they may be: it needs no other.
+
+        Raises:
+            HostUnfit: the program cannot be started.
+        """
+        words = list(argv) if argv is not None else [pwd.getpwuid(os.geteuid()).pw_shell or "/bin/sh", "-l"]
+        try:
+            process = subprocess.Popen(words, cwd=Path.home())
+        except OSError as error:
+            message = f"cannot run {error.filename or words[0]!r}: {error.strerror}"
+            raise HostUnfit(message, host=self._host.name) from error
+        before = signal.signal(signal.SIGINT, _pass_over)  # the program gets it too, and decides
+        try:
+            return process.wait()
+        finally:
+            signal.signal(signal.SIGINT, before)
+            process.terminate()
 
     def close(self) -> None:
         """Closes every channel, also one that is being opened."""
@@ -183,3 +205,7 @@ class LocalChannel:
     def _read_stderr(self) -> bytes:
         self._is_ready(self._stderr_fd, select.POLLIN, None)
         return b"" if self._is_closed else self._stderr.read(READ_BYTES)
+
+
+def _pass_over(_number: int, _frame: FrameType | None) -> None:
+    """Handles a signal by nothing; a program that is started has the default again."""

@@ -10,9 +10,11 @@ A program that signal ``n`` ended has the exit status 128 + ``n``, as ``lxc-atta
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import Self
 
 from orchestrator.errors import ContainerStopped, ContainerUnknown, HostError, HostUnfit, Unreachable
@@ -30,7 +32,14 @@ _LOG_IN = (
 )
 _SHELL_NAME = "in-container"  # each complaint of the script's shell begins with it, none of the node's does
 _GO_HOME = 'HOME=~root; export HOME; cd && exec "$@"'
+_LOG_IN_SHELL = (
+    "HOME=~root; export HOME; cd; "
+    'while IFS=: read -r name _ _ _ _ _ shell; do [ "$name" = root ] && SHELL=$shell; done </etc/passwd; '
+    'export SHELL; exec "${SHELL:-/bin/sh}" -l'
+)
 _COMMAND_NOT_FOUND = 127
+ANSWER_TIMEOUT_S = 60.0
+_READ_BYTES = 64 * 1024
 _KILLED = (128 + signal.SIGTERM, 128 + signal.SIGKILL)
 
 
@@ -55,15 +64,23 @@ class ProxmoxTransport:
 
     def open(self, argv: Sequence[str]) -> ProxmoxChannel:
         """Starts ``argv`` in the container; what `pct` has against it is raised by `ProxmoxChannel.wait`."""
-        script = ("/bin/sh", "-c", _GO_HOME, _SHELL_NAME)
-        pct = ("pct", "exec", str(self._vmid), "--", "/usr/bin/env", "-i", *_LOG_IN, *script)
         try:
-            channel = self._node.open([*pct, *argv])
+            channel = self._node.open([*self._pct(), "/bin/sh", "-c", _GO_HOME, _SHELL_NAME, *argv])
         except HostUnfit as error:
             if isinstance(error.__cause__, OSError):  # a local node says so at once, ssh by an exit status
                 raise self._no_pct(str(error.__cause__.strerror)) from error
             raise
         return ProxmoxChannel(channel, self._host.name, self._refusal)
+
+    def attach(self, argv: Sequence[str] | None) -> int:
+        """Raises as `open` and `ProxmoxChannel.wait` do: what `pct` would say to a terminal, nobody reads."""
+        with closing(self.open(["true"])) as probe:
+            while probe.recv(_READ_BYTES, ANSWER_TIMEOUT_S):
+                pass
+            probe.wait(ANSWER_TIMEOUT_S)
+        script = _LOG_IN_SHELL if argv is None else _GO_HOME
+        terminal = f"TERM={os.environ.get('TERM', 'dumb')}"
+        return self._node.attach([*self._pct(terminal), "/bin/sh", "-c", script, _SHELL_NAME, *(argv or ())])
 
     def close(self) -> None:
         """Closes the way to the node."""
@@ -74,6 +91,10 @@ class ProxmoxTransport:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _pct(self, *variables: str) -> list[str]:
+        """Returns the words before those of a program that has the variables of a log-in."""
+        return ["pct", "exec", str(self._vmid), "--", "/usr/bin/env", "-i", *_LOG_IN, *variables]
 
     def _refusal(self, status: int, words: str) -> HostError | None:
         """Returns why no program was started, from what was said on stderr; None when that says nothing."""

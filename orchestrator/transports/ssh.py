@@ -1,7 +1,7 @@
 r"""Programs on a host that is reached over ssh.
 
-One connection per transport, one channel per program; no pseudo-terminal, no fabric ``run``, no sftp. What
-lies between here and the host is `ssh_route`'s business.
+One connection per transport, one channel per program; no fabric ``run``, no sftp. What lies between here and
+the host is `ssh_route`'s business, and what becomes of a terminal `ssh_terminal`'s.
 
 sshd hands a command to the user's log-in shell as one string. `shlex.join` quotes it so that sh, bash,
 dash, ksh and zsh pass on exactly the given words. fish reads ``\\`` inside single quotes as one backslash,
@@ -27,6 +27,7 @@ from orchestrator.transports.base import StderrTail
 from orchestrator.transports.ssh_errors import FOREIGN_ERRORS, translate
 from orchestrator.transports.ssh_hop import NO_EXIT_STATUS, WINDOW_BYTES
 from orchestrator.transports.ssh_route import find_route
+from orchestrator.transports.ssh_terminal import Terminal, attach, here, is_terminal
 
 __all__ = ["SshChannel", "SshTransport"]
 
@@ -64,20 +65,21 @@ class SshTransport:
 
     def open(self, argv: Sequence[str]) -> SshChannel:
         """Raises `Unreachable`, or `HostUnfit` when the host runs no commands for this user."""
-        command = shlex.join(argv).encode("utf-8", "surrogateescape")
-        assert b"\0" not in command, "no program can be given a NUL"
-        assert len(command) < LONGEST_COMMAND_BYTES, "send data on stdin"
         hop = self._route[-1]
-        try:
-            with _limited(OPEN_TIMEOUT_S, give_up=hop.transport.close):
-                raw = hop.transport.open_session(timeout=OPEN_TIMEOUT_S)
-                raw.exit_status = NO_EXIT_STATUS
-                self._execute(raw, command)
-        except FOREIGN_ERRORS as error:
-            raise translate(error, host=self._host.name, where=hop.where) from error
+        raw = self._session(_command(argv))
         channel = SshChannel(raw, hop.transport, host=self._host.name, where=hop.where)
         self._channels.append(channel)
         return channel
+
+    def attach(self, argv: Sequence[str] | None) -> int:
+        """Raises `Unreachable` when the connection breaks; the terminal here is then as it was."""
+        terminal = here() if is_terminal() else None
+        raw = self._session(None if argv is None else _command(argv), terminal)
+        status = attach(raw, has_terminal=terminal is not None)
+        if status == NO_EXIT_STATUS:
+            where = self._route[-1].where
+            raise Unreachable(f"the connection to {where} broke", host=self._host.name)
+        return status
 
     def close(self) -> None:
         """Drops the connection, and the programs' channels with it."""
@@ -94,10 +96,27 @@ class SshTransport:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _execute(self, raw: paramiko.Channel, command: bytes) -> None:
+    def _session(self, command: bytes | None, terminal: Terminal | None = None) -> paramiko.Channel:
+        """Starts a command, or the log-in shell."""
         hop = self._route[-1]
         try:
-            raw.exec_command(command)
+            with _limited(OPEN_TIMEOUT_S, give_up=hop.transport.close):
+                raw = hop.transport.open_session(timeout=OPEN_TIMEOUT_S)
+                raw.exit_status = NO_EXIT_STATUS
+                if terminal is not None:
+                    raw.get_pty(terminal.kind, terminal.columns, terminal.rows)
+                self._execute(raw, command)
+        except FOREIGN_ERRORS as error:
+            raise translate(error, host=self._host.name, where=hop.where) from error
+        return raw
+
+    def _execute(self, raw: paramiko.Channel, command: bytes | None) -> None:
+        hop = self._route[-1]
+        try:
+            if command is None:
+                raw.invoke_shell()
+            else:
+                raw.exec_command(command)
         except paramiko.SSHException as error:
             if not hop.transport.is_active():
                 raise
@@ -205,6 +224,13 @@ class SshChannel:
                 continue
             except FOREIGN_ERRORS:
                 return b""
+
+
+def _command(argv: Sequence[str]) -> bytes:
+    command = shlex.join(argv).encode("utf-8", "surrogateescape")
+    assert b"\0" not in command, "no program can be given a NUL"
+    assert len(command) < LONGEST_COMMAND_BYTES, "send data on stdin"
+    return command
 
 
 @contextmanager

@@ -40,6 +40,7 @@ class EnvironmentTest(HostCase):
             PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True",
             PYTHONPATH=os.path.join(os.path.realpath(self.root), "runs", run_id, "code"),
             ORCH_RUN_ID=run_id,
+            ORCH_ARTIFACTS=os.path.join(os.path.realpath(self.root), "runs", run_id, "artifacts"),
             ORCH_EVENTS_FD=got["ORCH_EVENTS_FD"],
         )
         self.assertEqual(got, stated)

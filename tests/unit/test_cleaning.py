@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from orchestrator import home_cleaning
 from orchestrator.cleaning import Item, Policy, Surveyed, choose
-from orchestrator.cleaning_view import cleaning_sum, cleaning_table, size_text
+from orchestrator.cleaning_view import cleaning_sum, cleaning_table
 from orchestrator.errors import StorageError
 from orchestrator.lifecycle import State
 from orchestrator.runs import report
+from orchestrator.text import size_text
 from orchestrator.workspace import Workspace
 from tests.unit.housekeeping import DAY_S, a_bundle, a_run, a_workspace, make_old
 from tests.unit.test_views import text_of
@@ -41,7 +42,8 @@ def workspace(tmp_path: Path) -> Iterator[Workspace]:
 
 def clean(workspace: Workspace, policy: Policy = ALL, *, is_real: bool = True) -> dict[str, Item]:
     items = home_cleaning.clean_home(workspace, policy, is_real=is_real)
-    return {f"{item.what} {item.name}" if item.what == "mirror" else item.what: item for item in items}
+    of_runs = ("mirror", "artifacts")
+    return {f"{item.what} {item.name}" if item.what in of_runs else item.what: item for item in items}
 
 
 def files(folder: Path) -> set[str]:
@@ -109,6 +111,20 @@ class TestHome:
             "mirror unknown": "not in the ledger: `orch ledger rebuild` enters it",
         }
         assert said["objects"].why == "a run is not in the ledger"
+
+    def test_fetched_files_stay_and_are_told(self, workspace: Workspace) -> None:
+        for name in ("old", "young"):
+            a_run(workspace, name)
+            workspace.folder(name).artifacts.mkdir()
+            (workspace.folder(name).artifacts / "result").write_text("precious")
+        make_old(workspace.folder("old").path)
+        said = clean(workspace)
+        folder = workspace.folder("old").artifacts
+        assert said["mirror old"].goes
+        assert said["artifacts old"].why == f"fetched files are for you to remove: {folder}"
+        assert "artifacts young" not in said
+        assert (folder / "result").read_text() == "precious"
+        assert "artifacts old" in clean(workspace)
 
     def test_code_that_a_run_that_stays_needs_stays(self, workspace: Workspace) -> None:
         old, kept = a_bundle(workspace, "old\n"), a_bundle(workspace, "kept\n")

@@ -27,6 +27,9 @@ class Way:
     def __init__(self) -> None:
         self.is_closed = False
 
+    def attach(self, argv: Sequence[str] | None) -> int:
+        raise NotImplementedError
+
     def open(self, argv: Sequence[str]) -> Channel:
         raise AssertionError(argv)
 

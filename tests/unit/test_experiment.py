@@ -404,6 +404,46 @@ def test_how_a_run_ends_is_checked_with_its_line(
     assert caught.value.line == line
 
 
+COLLECT = """\
+payload: dflash
+run: dflash.probe
+collect:
+  - results/**/*.json
+  - "*.csv"
+collect_limit: 2GiB
+profiles:
+  quick: {collect: [], collect_limit: null}
+  plain: {}
+"""
+
+
+def test_what_is_collected_is_as_asked_and_a_profile_changes_it(tmp_path: Path) -> None:
+    def collected(profile: str | None, text: str = COLLECT) -> tuple[tuple[str, ...], int]:
+        loaded = _load(tmp_path, profile=profile, text=text)
+        return loaded.collect, loaded.collect_limit_bytes
+
+    assert collected(None) == collected("plain") == (("results/**/*.json", "*.csv"), 2 * 1024**3)
+    assert collected("quick") == collected(None, "payload: dflash\nrun: dflash\n") == ((), 1024**3)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "message"),
+    [
+        ('"*.csv"', "../x", 5, r"collect\[1\]: '../x' must be a path below"),
+        ('"*.csv"', "/etc/passwd", 5, r"collect\[1\]: '/etc/passwd' must be a path below"),
+        ('"*.csv"', "7", 5, r"collect\[1\]: 7 is no pattern"),
+        ("2GiB", "2GB", 6, "collect_limit: '2GB' is no size"),
+        ("collect: [],", "collect: '*',", 8, r"profiles.quick.collect: must be a list"),
+    ],
+)
+def test_what_is_collected_is_checked_with_its_line(
+    tmp_path: Path, old: str, new: str, line: int, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        _load(tmp_path, text=COLLECT.replace(old, new))
+    assert caught.value.line == line
+
+
 def test_a_profile_can_take_a_metric_s_bounds_away(tmp_path: Path) -> None:
     text = FULL.replace("plain: {}", "plain: {expect: {metrics: {peak_gib: null, other: null}}}")
     assert _load(tmp_path, profile="plain", text=text).expect.metrics == {"streak": Bounds(min=0.5, max=31.0)}

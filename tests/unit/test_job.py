@@ -62,6 +62,8 @@ def test_a_job_says_all_that_a_host_and_a_verdict_need() -> None:
         "on_disk_full": "wait",
         "log_limit_bytes": None,
         "setup": [],
+        "collect": [],
+        "collect_limit_bytes": 1024**3,
         "turn": None,
         "provenance": BUNDLE.provenance.as_json(),
         "expect": {"verdicts": ["oom"], "metrics": {}},

@@ -155,6 +155,8 @@ def _overlay(prefix: str, *above: str) -> Iterator[Field]:
         "grace",
         "on_disk_full",
         "log_limit",
+        "collect",
+        "collect_limit",
         "processes",
         "memory_limit",
         "expect.verdict",

@@ -80,11 +80,16 @@ class Node:
     def __init__(self, status: int = 0, out: bytes = b"", err: str = "") -> None:
         self.asked: list[list[str]] = []
         self.is_closed = False
+        self.attached: Sequence[str] | None = None
         self._answer = (status, out, err)
 
     def open(self, argv: Sequence[str]) -> Channel:
         self.asked.append(list(argv))
         return Saying(*self._answer)
+
+    def attach(self, argv: Sequence[str] | None) -> int:
+        self.attached = argv
+        return 7
 
     def close(self) -> None:
         self.is_closed = True
@@ -237,3 +242,26 @@ def test_closing_closes_the_way_to_the_node() -> None:
         assert transport.host is CONTAINER
         assert not node.is_closed
     assert node.is_closed
+
+
+def test_a_shell_is_that_of_the_container_s_root_and_a_command_stays_its_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    node = Node()
+    transport = ProxmoxTransport(CONTAINER, lambda _: node)
+    assert transport.attach(NASTY) == 7
+    assert node.attached is not None
+    assert node.attached[:6] == ["pct", "exec", "200", "--", "/usr/bin/env", "-i"]
+    assert "TERM=xterm-256color" in node.attached
+    assert node.attached[-len(NASTY) :] == list(NASTY)
+    assert transport.attach(None) == 7
+    assert node.attached[-1] == "in-container"
+    assert "/etc/passwd" in node.attached[-2]
+
+
+def test_a_container_that_is_stopped_has_no_shell() -> None:
+    node = Node(255, err="container '200' not running!\n")
+    with pytest.raises(ContainerStopped):
+        ProxmoxTransport(CONTAINER, lambda _: node).attach(None)
+    assert node.attached is None
