@@ -1,7 +1,11 @@
 # Every target works in a fresh clone; paths stay relative, so the checkout's own path may hold spaces.
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test faults bench lint format clean
+.PHONY: help venv demo test faults bench lint format clean supervisor-oldest supervisor-here
+
+# These compute, in as many processes as there are processors. All others start real programs and wait for them
+# half of the time: two at once, and no more.
+COMPUTING := tests/unit tests/payload
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' Makefile
@@ -14,8 +18,15 @@ demo: venv  ## run the out-of-memory probe on this machine's CPU, to a printed v
 
 test:  ## run the whole suite, the supervisor's tests on Python 3.8 too
 	@tools/setup.sh openssh-server faketime lxc gcc iproute2
+	.venv/bin/python -m pytest $(COMPUTING) --numprocesses auto --dist worksteal
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target supervisor-oldest supervisor-here
+	.venv/bin/python -m pytest $(addprefix --ignore ,$(COMPUTING) tests/supervisor) --numprocesses 2 --dist worksteal
+
+supervisor-oldest:
 	@tools/supervisor-tests.sh
-	.venv/bin/python -m pytest
+
+supervisor-here:
+	.venv/bin/python -m pytest tests/supervisor
 
 faults:  ## put in every fault there is, not a few of each kind (a quarter of an hour)
 	@tools/setup.sh openssh-server faketime

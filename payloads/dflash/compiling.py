@@ -10,6 +10,7 @@ Lengths that change are compiled for twice or thrice, then once for all lengths.
 """
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -48,7 +49,6 @@ class Compiled:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.plain = function
-        self._compiled = torch.compile(function, fullgraph=True)
         self._first_calls = FirstCalls()
 
     def when(self, is_compiled: bool) -> Callable[..., Any]:
@@ -71,6 +71,12 @@ class Compiled:
             return self.plain(*arguments)
         with self._first_calls.guard(*arguments):
             return self._compiled(*arguments)
+
+    @functools.cached_property
+    def _compiled(self) -> Callable[..., Any]:
+        # Loading the compiler takes longer than loading torch, for nothing where nothing is compiled.
+        compiled: Callable[..., Any] = torch.compile(self.plain, fullgraph=True)
+        return compiled
 
 
 @contextlib.contextmanager

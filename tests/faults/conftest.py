@@ -17,15 +17,15 @@ from tests.sshd import Sshd, require_sshd
 
 TRIES_EACH = 4
 TRIES_ALL = os.environ.get("ORCH_FAULTS") == "all"  # tests see no variable of ours
-_injected: Counter[str] = Counter()
+_FAULT = "fault"
 
 
 @pytest.fixture
-def tally() -> Callable[[str], None]:
-    """Counts one fault that was put in and survived."""
+def tally(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
+    """Counts one fault that was put in and survived; the test's report carries it to who sums up."""
 
     def count(fault: str) -> None:
-        _injected[fault] += 1
+        record_property(_FAULT, fault)
 
     return count
 
@@ -53,7 +53,10 @@ def sshd(tmp_path: Path) -> Iterator[Sshd]:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Prints how often which fault was put in; a test that fails says what was lost."""
-    if _injected:
+    reports = [report for reports in terminalreporter.stats.values() for report in reports]
+    calls = [report for report in reports if getattr(report, "when", "") == "call"]
+    injected = Counter(fault for report in calls for name, fault in report.user_properties if name == _FAULT)
+    if injected:
         terminalreporter.section("faults put in, nothing lost")
-        for fault, count in sorted(_injected.items()):
+        for fault, count in sorted(injected.items()):
             terminalreporter.write_line(f"{count:5}  {fault}")

@@ -27,10 +27,12 @@ print("hello", params)
 print("warning", file=sys.stderr)
 """
 SLOW = """
-import time
+import os, time
 for i in range(60):
+    while i == 30 and not os.path.exists(os.environ["GATE"]):
+        time.sleep(0.01)
     print("tick", i, flush=True)
-    time.sleep(0.1)
+    time.sleep(0.02)
 """
 SLEEPER = """
 import os, subprocess, time
@@ -157,7 +159,7 @@ class TestAWholeRun:
 
 class TestLeavingAndComingBack:
     def test_ctrl_c_leaves_the_view_and_not_the_run(self, any_project: Project) -> None:
-        process = any_project.start("run", any_project.experiment(SLOW), "--host", "here")
+        process = any_project.start("run", _slow(any_project), "--host", "here")
         assert process.stdout is not None
         while b"tick 3" not in process.stdout.readline():
             pass
@@ -166,27 +168,30 @@ class TestLeavingAndComingBack:
         run_id = any_project.runs()[0]["run_id"]
         assert process.returncode == 130
         assert f"orch logs -f {run_id}" in err.decode()
+        _go_on(any_project)
         done = any_project.orch("wait", run_id[:6])
         assert done.code == 0, done.err
         assert any_project.output(run_id) == TICKS
         assert any_project.mirrored(run_id) == any_project.written(run_id)
 
     def test_sigterm_leaves_the_view_and_not_the_run(self, project: Project) -> None:
-        process = project.start("run", project.experiment(SLOW), "--host", "here")
+        process = project.start("run", _slow(project), "--host", "here")
         assert process.stdout is not None
         process.stdout.readline()
         process.terminate()
         _, err = process.communicate(timeout=30)
         assert process.returncode == 143
         assert b"nothing was done to run" in err
+        _go_on(project)
         assert project.orch("wait", "last").code == 0
 
     def test_a_closed_pipe_ends_the_view_and_not_the_run(self, project: Project) -> None:
-        process = project.start("run", project.experiment(SLOW), "--host", "here")
+        process = project.start("run", _slow(project), "--host", "here")
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.readline()
         process.stdout.close()
+        _go_on(project)
         err = process.stderr.read()
         process.stderr.close()
         assert process.wait(30) == 141
@@ -216,13 +221,14 @@ class TestLeavingAndComingBack:
         assert project.output(row["run_id"]) == "up\n"
 
     def test_a_killed_controller_costs_nothing(self, any_project: Project) -> None:
-        process = any_project.start("run", any_project.experiment(SLOW), "--host", "here")
+        process = any_project.start("run", _slow(any_project), "--host", "here")
         assert process.stdout is not None
         while b"tick 5" not in process.stdout.readline():
             pass
         process.kill()
         process.communicate(timeout=30)
         run_id = any_project.runs()[0]["run_id"]
+        _go_on(any_project)
         done = any_project.orch("logs", "-f", run_id)
         assert done.code == 0
         assert done.out.count("tick 59") == 1
@@ -234,13 +240,14 @@ class TestLeavingAndComingBack:
     ) -> None:
         sshd = start_sshd()
         project = Project(tmp_path / "my project", {"here": sshd.inventory_entry()})
-        process = project.start("run", project.experiment(SLOW), "--host", "here")
+        process = project.start("run", _slow(project), "--host", "here")
         assert process.stdout is not None
         for mark in (b"tick 5", b"tick 20"):
             while mark not in (line := process.stdout.readline()):
                 assert line, "the command ended"
             sshd.kill_sessions()
         sshd.restart()
+        _go_on(project)
         out, err = process.communicate(timeout=60)
         assert process.returncode == 0, err
         assert b"answers again" in err
@@ -250,9 +257,11 @@ class TestLeavingAndComingBack:
         assert out.count(b"tick 59") == 1
 
     def test_many_viewers_share_one_mirror(self, project: Project) -> None:
-        project.orch("run", project.experiment(SLOW), "--host", "here", "--detach")
+        project.orch("run", _slow(project), "--host", "here", "--detach")
         viewers = [project.start("logs", "-f", "last") for _ in range(4)]
-        outs = [viewer.communicate(timeout=60)[0] for viewer in viewers]
+        firsts = [_first_line(viewer) for viewer in viewers]
+        _go_on(project)
+        outs = [first + _rest(viewer)[0] for first, viewer in zip(firsts, viewers, strict=True)]
         assert len(set(outs)) == 1
         assert outs[0].count(b"tick") == 60
         run_id = project.runs()[0]["run_id"]
@@ -309,10 +318,11 @@ class TestWhatOtherCommandsSayMeanwhile:
             assert done.code == 0, (command, done.err)
 
     def test_a_stopped_controller_makes_no_run_lost(self, project: Project) -> None:
-        process = project.start("run", project.experiment(SLOW), "--host", "here")
+        process = project.start("run", _slow(project), "--host", "here")
         assert process.stdout is not None
         process.stdout.readline()
         process.send_signal(signal.SIGSTOP)
+        _go_on(project)
         run_id = json.loads(project.orch("ps", "--json").out)[0]["run_id"]
         state = project.host_root / "runs" / run_id / "state.json"
         wait_until(lambda: json.loads(state.read_text())["state"] == "ended", "the run's end")
@@ -431,16 +441,19 @@ class TestLogs:
         assert "\\x1b]0;owned" in shown
 
     def test_following_the_tail_shows_the_last_lines_and_then_what_comes(self, project: Project) -> None:
-        project.orch("run", project.experiment(SLOW), "--host", "here", "--detach")
+        project.orch("run", _slow(project), "--host", "here", "--detach")
         wait_until(lambda: "tick 10" in project.orch("logs", "last").out, "some output")
-        done = project.orch("logs", "-f", "last", "--tail", "2")
-        numbers = [int(line.rsplit(" ", 1)[1]) for line in done.out.splitlines()]
+        viewer = project.start("logs", "-f", "last", "--tail", "2")
+        first = _first_line(viewer)
+        _go_on(project)
+        out, err = _rest(viewer)
+        numbers = [int(line.rsplit(b" ", 1)[1]) for line in (first + out).splitlines()]
         assert numbers == list(range(numbers[0], 60))
         assert numbers[0] >= 9
-        assert "has ended: succeeded, verdict ok" in done.err
+        assert b"has ended: succeeded, verdict ok" in err
 
     def test_the_second_ctrl_c_is_no_cancel_for_a_viewer(self, project: Project) -> None:
-        project.orch("run", project.experiment(SLOW), "--host", "here", "--detach")
+        project.orch("run", _slow(project), "--host", "here", "--detach")
         controller, terminal = pty.openpty()
         process = project.start("logs", "-f", "last", stderr=terminal)
         os.close(terminal)
@@ -452,6 +465,7 @@ class TestLogs:
         os.close(controller)
         assert b"nothing was done to run" in said
         assert b"again within" not in said
+        _go_on(project)
         assert project.orch("wait", "last").code == 0
 
     def test_logs_of_a_run_whose_host_is_away_come_from_the_mirror(
@@ -459,7 +473,7 @@ class TestLogs:
     ) -> None:
         sshd = start_sshd()
         project = Project(tmp_path / "p", {"here": sshd.inventory_entry()})
-        project.orch("run", project.experiment(SLOW), "--host", "here", "--detach")
+        project.orch("run", _slow(project), "--host", "here", "--detach")
         wait_until(lambda: "tick 0" in project.orch("logs", "last").out, "the first line")
         sshd.stop()
         done = project.orch("logs", "last")
@@ -467,7 +481,30 @@ class TestLogs:
         assert "tick 0" in done.out
         assert "showing what is mirrored here" in done.err
         sshd.start()
+        _go_on(project)
         assert project.orch("wait", "last").code == 0
+
+
+def _slow(project: Project) -> Path:
+    """An experiment that prints 30 of its 60 lines and waits until `_go_on`."""
+    return project.experiment(SLOW, env={"GATE": str(project.folder / "gate")})
+
+
+def _go_on(project: Project) -> None:
+    (project.folder / "gate").touch()
+
+
+def _first_line(process: subprocess.Popen[bytes]) -> bytes:
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+def _rest(process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
+    """What it prints after its first line; `communicate` would lose what is in the buffer."""
+    with process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        return process.stdout.read(), process.stderr.read()
 
 
 def _read_all(fd: int) -> None:

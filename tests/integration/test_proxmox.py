@@ -29,10 +29,11 @@ import json, os, socket
 print(json.dumps({"host": socket.gethostname(), "home": os.path.expanduser("~"), "env": dict(os.environ)}))
 """
 SLOW = """
-import time
+import os, time
 for i in range(30):
+    while i == 15 and not os.path.exists(os.path.expanduser(os.environ["GATE"])):
+        time.sleep(0.01)
     print("tick", i, flush=True)
-    time.sleep(0.1)
 """
 UP_AND_SLEEP = """
 import os, time
@@ -193,7 +194,7 @@ class TestEnding:
         assert container.run("sh", "-c", f"test -e {spawn['cgroup']} || echo gone") == "gone\n"
 
     def test_a_killed_controller_costs_nothing(self, project: Project) -> None:
-        path = project.experiment(SLOW)
+        path = project.experiment(SLOW, env={"GATE": f"~/{project.host_root.name}/gate"})
         with project.start("run", path, "--host", "pve-200") as controller:
             assert controller.stdout is not None
             controller.stdout.readline()
@@ -201,6 +202,7 @@ class TestEnding:
         (row,) = project.runs()
         run_id = row["run_id"]
         assert row["state"] == "running"
+        (project.host_root / "gate").touch()
         wait_until(lambda: records_there(project, run_id, "end"), "the end inside")
         wait_until(
             lambda: project.orch("reconcile").code == 0 and project.runs()[0]["verdict"], "the verdict"

@@ -1,4 +1,4 @@
-"""What every test of the payload gets: one thread, and torch's default dtype back where it was."""
+"""What each test of the payload gets: one thread, in programs too, and torch's default dtype as it was."""
 
 import os
 from collections.abc import Iterator
@@ -12,7 +12,9 @@ def _one_thread() -> Iterator[None]:
     # At these sizes a second thread only waits for the first, several times longer on a busy machine.
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")  # for programs that tests start
+        yield
     torch.set_num_threads(before)
 
 

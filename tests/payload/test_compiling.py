@@ -46,6 +46,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         with monkeypatch.context() as patch:
             patch.setattr(torch, "compile", functools.partial(compiled, backend=backend))
             replacement = Compiled(function.plain)
+            assert callable(replacement._compiled)  # made here, with this backend
         monkeypatch.setattr(pointwise, name, replacement)
     monkeypatch.setattr(
         drafter,
@@ -205,6 +206,22 @@ def test_disabled_compiler_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None
         with pytest.warns(notices.DFlashWarning, match="torch.compile is disabled"):
             assert float(function(torch.ones(3))[0]) == 2.0
         function(torch.ones(4))
+
+
+def test_compiler_is_asked_only_for_what_is_called_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def compile_(function: Callable[..., Any], **_: Any) -> Callable[..., Any]:
+        asked.append(function)
+        return function
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    function = Compiled(lambda x: x + 1)
+    assert function.when(False)(1) == 2
+    assert not asked
+    for _ in range(2):
+        assert function.when(True)(1) == 2
+    assert asked == [function.plain]
 
 
 def test_what_cannot_be_one_graph_is_an_error() -> None:

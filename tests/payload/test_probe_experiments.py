@@ -19,6 +19,7 @@ from tests.payload.probe_program import (
     cpu_params,
     experiment,
     run_probe,
+    run_probe_here,
 )
 
 PARAMS: dict[str, Any] = {
@@ -36,7 +37,7 @@ MAINS = {name: sys.modules[cls.__module__].main for name, cls in PARAMS.items()}
 @functools.cache
 def finished(name: str) -> Finished:
     """Return the one run of an experiment's `cpu` profile."""
-    return run_probe(assignments(cpu_params(name)), events=True, module=experiment(name)["run"])
+    return run_probe_here(MAINS[name], assignments(cpu_params(name)))
 
 
 def test_every_experiment_is_a_probes_or_a_matrix_of_one() -> None:
@@ -46,6 +47,12 @@ def test_every_experiment_is_a_probes_or_a_matrix_of_one() -> None:
 @pytest.mark.parametrize("name", PARAMS)
 def test_experiment_runs_the_module_of_its_parameters(name: str) -> None:
     assert experiment(name)["run"] == PARAMS[name].__module__
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_module_of_an_experiment_is_a_program(name: str) -> None:
+    done = run_probe(["--set", "nothing=1"], module=experiment(name)["run"])
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
 
 
 @pytest.mark.parametrize("name", PARAMS)

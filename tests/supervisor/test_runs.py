@@ -209,8 +209,8 @@ class EndingTest(HostCase):
             deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(100)"
             subprocess.Popen([sys.executable, "-c", deaf])
             """,
-            timeout_s=3.0,
-            grace_s=2.0,
+            timeout_s=2.5,  # comes while its leftovers are being ended
+            grace_s=1.0,
         )
         end = self.end(records)
         self.assertEqual((end["outcome"], end["code"], end["survivors"]), ("exited", 0, []))
@@ -248,7 +248,7 @@ class EndingTest(HostCase):
         self.assertRegex(self.end(records)["reason"], "card 2 is not there.*0 NVIDIA H200")
 
     def test_a_run_survives_the_end_of_its_channel(self) -> None:
-        talk = self.start("import time; print('a', flush=True); time.sleep(1.5); print('b')")
+        talk = self.start("import time; print('a', flush=True); time.sleep(0.5); print('b')")
         next(talk.pieces())
         os.kill(talk.process.pid, signal.SIGKILL)
         talk.close()

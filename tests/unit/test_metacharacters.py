@@ -181,6 +181,7 @@ def _overlay(prefix: str, *above: str) -> Iterator[Field]:
     for kind in ("script", "requirements"):
         yield field(f"setup.{kind}", accepts=SHIPPED_FILE, read=lambda it: it.setup.path)
     yield field("setup.system_packages")
+    yield field("collect", "collect", 0, accepts=NAME_OF_A_METRIC - {"long"}, read=lambda it: it.collect[0])
     yield field("expect.verdict", "expect", "verdict", 0)
     yield field(
         "expect.metrics.{}",
