@@ -224,8 +224,8 @@ def parse_processes(value: object) -> int:
         UsageError: anything else, or not 1 to 64.
     """
     number = int(value) if isinstance(value, str) and re.fullmatch(r"[0-9]{1,3}", value) else value
-    if type(number) is not int or not 1 <= number <= ranks.MOST:
-        raise UsageError(f"{quoted(value)} is no number of processes: use 1 to {ranks.MOST}")
+    if type(number) is not int or not 1 <= number <= ranks.MOST_RANKS:
+        raise UsageError(f"{quoted(value)} is no number of processes: use 1 to {ranks.MOST_RANKS}")
     return number
 
 

@@ -113,7 +113,7 @@ def _is_number_or_none(value: object) -> bool:
 
 
 def _is_count_or_none(value: object) -> bool:
-    return value is None or (type(value) is int and 1 <= value <= ranks.MOST)
+    return value is None or (type(value) is int and 1 <= value <= ranks.MOST_RANKS)
 
 
 def _is_size_or_none(value: object) -> bool:

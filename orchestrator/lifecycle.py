@@ -109,7 +109,7 @@ class Peak:
     index: int
     allocated_bytes: int
     reserved_bytes: int
-    proc: str = ranks.ALONE
+    proc: str = ranks.MAIN
 
     @property
     def card(self) -> str:
@@ -124,7 +124,7 @@ class MemoryLimit:
     index: int
     limit_bytes: int
     allocator_bytes: int
-    proc: str = ranks.ALONE
+    proc: str = ranks.MAIN
 
     @property
     def card(self) -> str:
@@ -133,14 +133,18 @@ class MemoryLimit:
 
 
 def _card(proc: str, index: int) -> str:
-    return f"cuda:{index}" if proc == ranks.ALONE else f"{proc} cuda:{index}"
+    return f"cuda:{index}" if proc == ranks.MAIN else f"{proc} cuda:{index}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CardUse:
-    """What samples saw of a card while the run went on, whoever used it; None is what it did not tell."""
+    """What samples saw of a card while the run went on, whoever used it; None is what it did not tell.
+
+    ``name`` is the card's number on its host and its name there.
+    """
 
     uuid: str
+    name: str
     samples: int
     most_used_bytes: int
     utilisation_percent: float | None
@@ -259,7 +263,10 @@ def outcome_of(records: Iterable[Record]) -> Outcome:
     asked, missing, others_cut, sampled = (
         found.pop(name, None) for name in ("asked", "missing", "others_cut", "sampled")
     )
-    found["card_use"] = tuple(_card_use(uuid, sums) for uuid, sums in (sampled or {}).items())
+    names = found.pop("card_names", {})
+    found["card_use"] = tuple(
+        _card_use(uuid, names.get(uuid, uuid), sums) for uuid, sums in (sampled or {}).items()
+    )
     proofs = found.pop("proofs")
     found["peak_memory"] = tuple(peak for _, peaks in sorted(found.pop("peaks").items()) for peak in peaks)
     found["memory_limits"] = tuple(limit for _, limit in sorted(found.pop("limits").items()))
@@ -368,7 +375,7 @@ def _read_facts(found: dict[str, Any], record: Record) -> None:
     if peaks := tuple(_peak(proc, item) for item in _mappings(record.get("peak_memory"))):
         found["peaks"][_rank(proc)] = peaks
     found["limits"] |= {(_rank(proc), limit.index): limit for limit in limits if limit.allocator_bytes}
-    whose = "" if proc == ranks.ALONE else f"{proc}: "
+    whose = "" if proc == ranks.MAIN else f"{proc}: "
     wrong = (f"{whose}{text}" for text in _list(record.get("mismatches")))
     found["mismatches"] = tuple(dict.fromkeys((*found.get("mismatches", ()), *wrong)))[:MOST_NOTES]
     _note(found, _text(record.get("instrument_error")))
@@ -398,7 +405,7 @@ def _read_segment(found: dict[str, Any], record: Record) -> None:
         found["asked"] = {
             "alloc_conf": _text(job.get("alloc_conf")),
             "devices": job.get("devices"),
-            "processes": min(max(_integer(job.get("processes")) or 1, 1), ranks.MOST),
+            "processes": min(max(_integer(job.get("processes")) or 1, 1), ranks.MOST_RANKS),
             "memory_limit_bytes": _integer(job.get("memory_limit_bytes")),
         }
 
@@ -438,7 +445,7 @@ def _read_exception(found: dict[str, Any], record: Record) -> None:
             "exception_type": kind,
             "exception_message": _text(record.get("message")),
             "missing_module": _text(record.get("missing_module")),
-            "exception_proc": None if proc == ranks.ALONE else proc,
+            "exception_proc": None if proc == ranks.MAIN else proc,
         }
 
 
@@ -473,7 +480,7 @@ def _read_cut(found: dict[str, Any], record: Record) -> None:
 
 def _read_pipe_held(found: dict[str, Any], record: Record) -> None:
     proc = _proc(record)
-    whose, who = ("the", "the main process") if proc == ranks.ALONE else (f"{proc}'s", "it")
+    whose, who = ("the", "the main process") if proc == ranks.MAIN else (f"{proc}'s", "it")
     for process in _processes(record.get("holders")):
         _note(found, f"kept {whose} output open after {who} had ended: {process}")
 
@@ -481,6 +488,12 @@ def _read_pipe_held(found: dict[str, Any], record: Record) -> None:
 def _read_leftover(found: dict[str, Any], record: Record) -> None:
     for process in _processes(record.get("processes")):
         _note(found, f"ran on after all that was started had ended: {process}")
+
+
+def _read_cards(found: dict[str, Any], record: Record) -> None:
+    for card in _mappings(record.get("cards")):
+        name = f"card {card.get('index')} ({card.get('name')})"
+        found.setdefault("card_names", {})[_text(card.get("uuid"))] = name
 
 
 def _read_gpus(found: dict[str, Any], record: Record) -> None:
@@ -508,10 +521,11 @@ class _Samples:
             self.most_temperature_c = max(degrees, self.most_temperature_c or degrees)
 
 
-def _card_use(uuid: str, sums: _Samples) -> CardUse:
+def _card_use(uuid: str, name: str, sums: _Samples) -> CardUse:
     told, total = sums.utilisations
     return CardUse(
         uuid=uuid,
+        name=name,
         samples=sums.count,
         most_used_bytes=sums.most_used_mib * 1024**2,
         utilisation_percent=total / told if told else None,
@@ -523,7 +537,9 @@ def _read_stranger(found: dict[str, Any], record: Record) -> None:
     used_mib = _integer(record.get("used_mib"))
     used = "" if used_mib is None else f", {used_mib / 1024:.1f} GiB"
     process = " ".join(map(str, [record.get("pid"), *_list(record.get("argv"))]))
-    _note(found, f"another process used card {record.get('uuid')} meanwhile: {process}{used}")
+    uuid = _text(record.get("uuid")) or "?"
+    card = found.get("card_names", {}).get(uuid, uuid)
+    _note(found, f"another process used {card} meanwhile: {process}{used}")
 
 
 def _read_end(found: dict[str, Any], record: Record) -> None:
@@ -554,6 +570,7 @@ _READERS = {
     "exit": _read_exit,
     "pipe_held": _read_pipe_held,
     "leftover": _read_leftover,
+    "cards": _read_cards,
     "gpus": _read_gpus,
     "stranger": _read_stranger,
     "end": _read_end,
@@ -586,7 +603,7 @@ def _memory_limit(proc: str, item: Record) -> MemoryLimit:
 
 def _proc(record: Record) -> str:
     """Returns which process a record is about."""
-    return _text(record.get("proc")) or ranks.ALONE
+    return _text(record.get("proc")) or ranks.MAIN
 
 
 def _rank(proc: str) -> int:

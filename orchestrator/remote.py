@@ -115,7 +115,7 @@ class Digests:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Told:
+class HostFacts:
     """What a host tells of itself: its word, unchecked; ``noise`` is what its log-in shell printed before."""
 
     python: str
@@ -233,14 +233,14 @@ def clock(transport: Transport) -> Offset:
         return _clock(talk, transport)
 
 
-def facts(transport: Transport, asked: Mapping[str, Any]) -> Told:
+def facts(transport: Transport, asked: Mapping[str, Any]) -> HostFacts:
     """Has the host look at all that decides whether runs can work there."""
     request = {"op": "doctor", "trips": CLOCK_TRIPS, "asked": asked}
     with Conversation.open(transport, request) as talk:
         offset = _clock(talk, transport)
         found = talk.reply(FACTS_TIMEOUT_S, facts=dict)["facts"]
         python = f"{talk.hello.get('python')} at {talk.hello.get('executable')}"
-        return Told(python=python, noise=talk.noise, clock=offset, facts=found)
+        return HostFacts(python=python, noise=talk.noise, clock=offset, facts=found)
 
 
 def _clock(talk: Conversation, transport: Transport) -> Offset:

@@ -325,7 +325,7 @@ def _use(use: CardUse) -> str:
         parts.append(f"{use.utilisation_percent:.0f} % busy on average")
     if use.most_temperature_c is not None:
         parts.append(f"at most {use.most_temperature_c} °C")
-    return f"{use.uuid}: {', '.join(parts)}, in {counted(use.samples, 'sample')}"
+    return f"{use.name}: {', '.join(parts)}, in {counted(use.samples, 'sample')}"
 
 
 def _memory_limit(asked_bytes: int, limits: Sequence[MemoryLimit]) -> tuple[str, ...]:

@@ -261,7 +261,7 @@ class HostWatcher(Watcher):
     def reachable(self) -> None:
         """Says that it is over."""
         if self._said:
-            self._screen.note(f"{self._host}: connected again")
+            self._screen.note(f"{self._host}: answers again")
         self._said.clear()
 
 

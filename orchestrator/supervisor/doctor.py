@@ -19,7 +19,6 @@ from typing import Any, Dict, List, Optional, Set, Tuple
 from . import cgroups, device_nodes, environment, gpus, processes, torch_probe
 
 TORCH_LIMIT_S = 90.0
-QUERY_LIMIT_S = 15.0
 MAX_WORDS = 2000
 REAPING_S = 1.0
 CANNOT = "orch-doctor"  # the id of no run

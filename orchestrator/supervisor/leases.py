@@ -15,7 +15,6 @@ import errno
 import json
 import os
 import stat
-import time
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 
 from . import gpus
@@ -186,7 +185,7 @@ class Leases:
     def _describe(self, card: Card) -> None:
         path = self._description(card.uuid)
         with open(path + ".new", "w", encoding="utf-8") as file:
-            json.dump({"run": self._run.run_id, "t": time.time()}, file)
+            json.dump({"run": self._run.run_id}, file)
         os.rename(path + ".new", path)
 
     def _described(self, uuid: str) -> Optional[str]:

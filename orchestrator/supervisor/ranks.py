@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Dict, List, Mapping
 if TYPE_CHECKING:
     import socket
 
-ALONE = "main"
-MOST = 64
+MAIN = "main"
+MOST_RANKS = 64
 VARIABLES = (
     "RANK",
     "LOCAL_RANK",
@@ -28,11 +28,11 @@ def count_of(job: Mapping[str, Any]) -> int:
     """Returns how many processes a job asks for.
 
     Raises:
-        ValueError: not a number from 1 to `MOST`, or more than one for a command.
+        ValueError: not a number from 1 to `MOST_RANKS`, or more than one for a command.
     """
     count = job.get("processes", 1)
-    if type(count) is not int or not 1 <= count <= MOST:
-        raise ValueError("a job has 1 to %d processes, this one %r" % (MOST, count))
+    if type(count) is not int or not 1 <= count <= MOST_RANKS:
+        raise ValueError("a job has 1 to %d processes, this one %r" % (MOST_RANKS, count))
     if count > 1 and job.get("command"):
         raise ValueError("a command is one process, this job asks for %d" % count)
     return count
@@ -40,7 +40,7 @@ def count_of(job: Mapping[str, Any]) -> int:
 
 def names(count: int) -> List[str]:
     """Returns what stands for each process in its records."""
-    return [ALONE] if count == 1 else ["rank%d" % rank for rank in range(count)]
+    return [MAIN] if count == 1 else ["rank%d" % rank for rank in range(count)]
 
 
 def variables(rank: int, count: int, port: int, run_id: str) -> Dict[str, str]:

@@ -14,6 +14,7 @@ from typing import Any, Callable, Dict, Iterator, List, Sequence, Set, Tuple
 
 from . import gpus, processes
 
+FIRST_PERIOD_S = 1.0  # doubled after each sample, so that short runs are seen too
 PERIOD_S = 10.0
 _MOST_BYTES = 64 * 1024
 _MOST_PROCESSES = 32
@@ -100,14 +101,16 @@ class Sampler:
 
             library = nvml.Nvml()
             handles = _handles(library, set(self._uuids))
+            period_s = FIRST_PERIOD_S
             while handles:
                 try:
                     sample: Dict[str, Any] = {"cards": [_entry(library, *handle) for handle in handles]}
                 except nvml.NvmlError as error:
                     sample, handles = {"fault": str(error)}, []
                 os.write(self._write_fd, json.dumps(sample).encode("ascii") + b"\n")
-                if self._stop.wait(PERIOD_S):
+                if self._stop.wait(period_s):
                     break
+                period_s = min(2 * period_s, PERIOD_S)
         except Exception:  # noqa: BLE001,S110
             pass
         finally:

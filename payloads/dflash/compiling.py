@@ -11,6 +11,7 @@ Lengths that change are compiled for twice or thrice, then once for all lengths.
 
 import contextlib
 import functools
+import importlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -64,7 +65,7 @@ class Compiled:
         if not torch.is_grad_enabled():
             # Else there would be one graph more for every argument that requires a gradient or does not.
             arguments = tuple(part.detach() if isinstance(part, Tensor) else part for part in arguments)
-        if torch._dynamo.config.disable:  # noqa: SLF001
+        if _config("_dynamo").disable:
             warn_once(
                 "compile", "torch.compile is disabled, so nothing is compiled; unset TORCHDYNAMO_DISABLE"
             )
@@ -82,12 +83,17 @@ class Compiled:
 @contextlib.contextmanager
 def _settings() -> Iterator[None]:
     """Set what a call that may compile needs; some releases keep it by thread."""
-    functorch: Any = torch._functorch.config  # noqa: SLF001
+    functorch = _config("_functorch")
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT))  # noqa: SLF001
+        stack.enter_context(_config("_dynamo").patch(recompile_limit=RECOMPILE_LIMIT))
         if hasattr(functorch, "force_non_lazy_backward_lowering"):
             stack.enter_context(functorch.patch(force_non_lazy_backward_lowering=True))
         yield
+
+
+def _config(part: str) -> Any:
+    """Return the settings of a part of the compiler, which torch itself may not have loaded yet."""
+    return importlib.import_module(f"torch.{part}.config")
 
 
 def _modes() -> tuple[Any, ...]:

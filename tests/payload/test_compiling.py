@@ -4,6 +4,8 @@ Tracing, guards and what happens to arguments are torch's own; graphs are run an
 """
 
 import functools
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -231,3 +233,10 @@ def test_what_cannot_be_one_graph_is_an_error() -> None:
 
     with pytest.raises(Exception, match="graph_break"):
         Compiled(breaks)(torch.ones(3))
+
+
+def test_first_call_of_a_kernel_needs_nothing_of_the_compiler_to_be_loaded_before() -> None:
+    code = "from dflash.compiling import FirstCalls\nwith FirstCalls().guard(1):\n    pass"
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)}, timeout=60
+    )

@@ -200,7 +200,7 @@ class HostTest(HostCase):
             (
                 {"memory_limit_bytes": 81 * GIB},
                 [card],
-                "81.00 GiB cannot be simulated on device 3.*80.00 GiB",
+                "81.00 GiB cannot be simulated on card 3.*80.00 GiB",
             ),
             ({"memory_limit_bytes": GIB}, [], "needs a card for each process: there are 0 for 1"),
             ({"memory_limit_bytes": GIB, "processes": 2}, [card], "there are 1 for 2"),

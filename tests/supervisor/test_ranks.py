@@ -121,7 +121,7 @@ class StartTest(HostCase):
     def test_a_job_that_no_ranks_can_be_made_of_is_refused(self) -> None:
         for job in (
             {"module": "m", "processes": 0},
-            {"module": "m", "processes": ranks.MOST + 1},
+            {"module": "m", "processes": ranks.MOST_RANKS + 1},
             {"module": "m", "processes": True},
             {"module": "m", "processes": "2"},
             {"module": "m", "processes": None},

@@ -233,10 +233,12 @@ def test_samples_of_a_card_are_summed_up_whatever_is_missing_in_them() -> None:
         told = {"used_mib": used_mib, "utilisation_percent": percent, "temperature_c": degrees}
         return {"kind": "gpus", "cards": [{"uuid": "GPU-1", **told}, "no card"]}
 
-    outcome = outcome_of([sample(1024, 10, 40), sample(2048, None, 61), sample("?", 90, None)])
+    had = {"kind": "cards", "cards": [{"index": 4, "uuid": "GPU-1", "name": "NVIDIA H200"}]}
+    outcome = outcome_of([had, sample(1024, 10, 40), sample(2048, None, 61), sample("?", 90, None)])
     assert outcome.card_use == (
         CardUse(
             uuid="GPU-1",
+            name="card 4 (NVIDIA H200)",
             samples=3,
             most_used_bytes=2 * 1024**3,
             utilisation_percent=50.0,
@@ -251,7 +253,7 @@ def test_strangers_and_cards_that_stop_answering_are_noted() -> None:
         {"kind": "gpus", "fault": "GPU is lost"},
     ]
     assert outcome_of(records).notes == (
-        "another process used card GPU-1 meanwhile: 7 python x.py, 2.0 GiB",
+        "another process used GPU-1 meanwhile: 7 python x.py, 2.0 GiB",
         "a card stopped answering while the run went on: GPU is lost",
     )
 

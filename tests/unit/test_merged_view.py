@@ -127,4 +127,4 @@ def test_each_host_is_said_to_be_back_by_its_name(capsys: pytest.CaptureFixture[
     one.reachable()
     notes = capsys.readouterr().err
     assert [notes.count(f"{name}: no route") for name in ("one", "other")] == [1, 1]
-    assert [notes.count(f"{name}: connected again") for name in ("one", "other")] == [1, 1]
+    assert [notes.count(f"{name}: answers again") for name in ("one", "other")] == [1, 1]

@@ -91,6 +91,7 @@ def row_of(text: str, label: str) -> str:
 def test_what_cards_did_stands_below_what_was_asked() -> None:
     use = CardUse(
         uuid="GPU-77",
+        name="card 5 (NVIDIA RTX PRO 6000)",
         samples=6,
         most_used_bytes=74 * GIB,
         utilisation_percent=97.4,
@@ -99,7 +100,8 @@ def test_what_cards_did_stands_below_what_was_asked() -> None:
     row = replace(ROW, job=JOB | {"devices": {"count": 1, "free_bytes": 90 * GIB}, "shares_cards": True})
     text = text_of(summary(row, replace(OUTCOME, card_use=(use,)), VERDICT))
     assert "asked: any 1 with 90 GiB free, shared with whoever has them" in row_of(text, "devices")
-    assert "GPU-77: at most 74.00 GiB in use, 97 % busy on average, at most 61 °C, in 6 samples" in text
+    used = "card 5 (NVIDIA RTX PRO 6000): at most 74.00 GiB in use, 97 % busy on average"
+    assert f"{used}, at most 61 °C, in 6 samples" in text
 
 
 def test_what_never_started_took_no_time() -> None:

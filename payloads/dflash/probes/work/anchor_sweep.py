@@ -60,7 +60,7 @@ def _measure(count: int, params: "AnchorSweepParams", machine: Machine) -> Value
         row,
         workload.forward_backward,
         seed=params.seed,
-        warmups=workload.WARMUPS,
+        warmups=1,
         iterations=params.iterations,
     )
     peaks = machine.peaks_gib()

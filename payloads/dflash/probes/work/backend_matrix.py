@@ -54,7 +54,7 @@ def _measure(backend: str, params: "BackendMatrixParams", machine: Machine) -> M
         workload.random_row(params, (params.seq_len,), machine.device),
         workload.forward_backward,
         seed=params.seed,
-        warmups=workload.WARMUPS,
+        warmups=1,
         iterations=params.iterations,
     )
     return Measured(execution=execution, values={"mean_ms": durations.mean_ms, **machine.peaks_gib()})

@@ -24,8 +24,6 @@ from dflash.probes.work.machine import Machine, open_machine
 
 Arguments = dict[str, Any]
 
-WARMUPS = 2  # the second step is the first with another number of labelled slots, and compiles for that
-
 
 class Step(Protocol):
     """One step on a row; returns loss and metrics, still on the device."""
