@@ -53,8 +53,8 @@ def check_cards(job: Dict[str, Any], cards: Sequence[gpus.Card]) -> None:
     for card in cards:
         if 0 < card.total_mib * _MIB < limit:
             raise Refused(
-                "a memory limit of %.2f GiB cannot be simulated on card %d, which has %.2f GiB; lower it, or name a "
-                "larger card in devices:" % (limit / _GIB, card.number, card.total_mib * _MIB / _GIB)
+                "a memory limit of %.2f GiB cannot be simulated on card %d, which has %.2f GiB; lower it, or "
+                "name a larger card in devices:" % (limit / _GIB, card.number, card.total_mib * _MIB / _GIB)
             )
 
 
