@@ -163,8 +163,8 @@ class Exits:
     """In which order processes ended, as far as the kernel tells.
 
     wait4 gives zombies in the order in which they were started, and a rank that loses its peer often ends
-    within a moment of it. pidfds become ready in the order of the ends; without them (Python 3.8, Linux
-    before 5.3) the order of wait4 has to do.
+    within a moment of it. pidfds become ready in the order of the ends; without them (Linux before 5.3) the
+    order of wait4 has to do.
     """
 
     def __init__(self) -> None:
@@ -175,8 +175,8 @@ class Exits:
     def watch(self, pid: int) -> None:
         """Notes when ``pid`` ends, a child that was not reaped yet."""
         try:
-            fd = os.pidfd_open(pid)
-        except (AttributeError, OSError):
+            fd = processes.open_pidfd(pid)
+        except OSError:
             return
         self._pids[fd] = pid
         self._epoll.register(fd, select.EPOLLIN)

@@ -11,6 +11,7 @@ from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Set
 
 RUN_ID_VARIABLE = "ORCH_RUN_ID"
 _PR_SET_CHILD_SUBREAPER = 36
+_PIDFD_OPEN = 434  # the system call's number, the same on every architecture
 _DELETED_STATES = "ZX"
 
 
@@ -83,6 +84,24 @@ def become_subreaper() -> bool:
         return int(ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)) == 0
     except (ImportError, OSError, AttributeError):
         return False
+
+
+def open_pidfd(pid: int) -> int:
+    """Returns a descriptor that becomes readable when ``pid`` ends.
+
+    Raises:
+        OSError: the kernel has none, or there is no such process.
+    """
+    if hasattr(os, "pidfd_open"):
+        return os.pidfd_open(pid)
+    try:
+        import ctypes  # noqa: PLC0415  (Python 3.8 alone needs it here)
+    except ImportError as error:
+        raise OSError("this Python has no ctypes") from error
+    fd = int(ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_OPEN, pid, 0))
+    if fd < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return fd
 
 
 def everything() -> List[Process]:

@@ -198,7 +198,6 @@ class EndTest(HostCase):
         end = of_kind(records, "end")[0]
         self.assertEqual((end["outcome"], end["code"], end["reason"]), ("exited", 0, None))
 
-    @unittest.skipUnless(hasattr(os, "pidfd_open"), "needs Python 3.9 to know who ended first")
     def test_the_first_is_the_first_although_the_supervisor_looked_after_all_had_ended(self) -> None:
         follow = self.start(ENDS_AFTER_ITS_PEER, processes=2).follow()
         follow.until_printed(b"up")
