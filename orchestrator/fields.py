@@ -161,8 +161,9 @@ def parse_device(value: object) -> str:
     """
     text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
     if isinstance(text, str):
-        if re.fullmatch(r"0|[1-9][0-9]{0,3}", text) or re.fullmatch(_UUID, text):
-            return text
+        spelt = text[:4].upper() + text[4:].lower() if text[:4].upper() == "GPU-" else text
+        if re.fullmatch(r"0|[1-9][0-9]{0,3}", text) or re.fullmatch(_UUID, spelt):
+            return spelt
         if index := re.fullmatch(r"(?:cuda:|/dev/nvidia)([0-9]{1,4})", text):
             raise UsageError(f"{text!r} is no device of a host; write {index[1]}")
     raise UsageError(

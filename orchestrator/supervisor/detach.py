@@ -55,6 +55,7 @@ def start(
         raise StartFailed("the supervisor did not come up; see %s/supervisor.log" % run.path)
     reply = json.loads(answer)
     if "error" in reply:
+        run.tree().forget()
         raise StartFailed(reply["error"])
 
 

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import re
+import select
 import signal
 import stat
 import subprocess
@@ -17,8 +18,10 @@ import time
 from typing import Any, Dict, List, Optional, Set, Tuple
 
 from . import cgroups, device_nodes, environment, gpus, processes, torch_probe
+from .sampling import Look
 
 TORCH_LIMIT_S = 90.0
+CARDS_LIMIT_S = 40.0
 MAX_WORDS = 2000
 REAPING_S = 1.0
 CANNOT = "orch-doctor"  # the id of no run
@@ -223,7 +226,7 @@ def _cards() -> Dict[str, Any]:
     which runs were given which of them.
     """
     try:
-        found = gpus.cards()
+        found = _look()
     except gpus.DeviceError as error:
         is_there = any(
             os.access(os.path.join(folder, "nvidia-smi"), os.X_OK) for folder in os.get_exec_path()
@@ -241,7 +244,11 @@ def _cards() -> Dict[str, Any]:
         "cards": gpus.as_record(usable),
         "error": None,
         "is_smi_there": True,
-        "lost": ["%d: %s" % (card.number, card.fault) for card in found if card.fault],
+        "lost": [
+            card.fault if card.number == gpus.NO_CARD else "%d: %s" % (card.number, card.fault)
+            for card in found
+            if card.fault
+        ],
         "programs": [
             {"uuid": card.uuid, "pid": pid, "name": (processes.command_line(pid) or [""])[0]}
             for card in found
@@ -249,6 +256,20 @@ def _cards() -> Dict[str, Any]:
         ],
         "runs": _runs(),
     }
+
+
+def _look() -> List[gpus.Card]:
+    """Returns the cards; a driver that hangs costs `CARDS_LIMIT_S` and no other check."""
+    look = Look()
+    give_up_at = time.monotonic() + CARDS_LIMIT_S
+    while look.is_open:
+        left_s = give_up_at - time.monotonic()
+        if left_s <= 0:
+            look.end()
+            raise gpus.DeviceError("the NVIDIA driver does not answer within %d s" % CARDS_LIMIT_S)
+        if select.select([look.fd], [], [], left_s)[0]:
+            look.read()
+    return look.cards()
 
 
 def _runs() -> Dict[str, List[str]]:

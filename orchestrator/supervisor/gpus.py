@@ -12,11 +12,15 @@ import subprocess
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 QUERY_TIMEOUT_S = 30.0
+MOST_NAMED = 4
 BUSY_MIB = 1024  # idle cards show up to some hundred MiB of the driver's own
 DRIVER = "/proc/driver/nvidia"
 _FIELDS = "index,uuid,name,memory.total,memory.used,mig.mode.current"
 _INSTANCE = re.compile(r"\s+(MIG .*?)\s+Device\s+[0-9]+: \(UUID: (MIG-[^)]+)\)")
 _MIB = 1024 * 1024
+_UUID = re.compile("(?:GPU|MIG)-[0-9A-Za-z/-]{1,80}")
+_MOST_LINES = 256
+NO_CARD = -1
 
 Holder = Tuple[int, Optional[int]]
 
@@ -56,6 +60,8 @@ class Card(NamedTuple):
 
     def __str__(self) -> str:
         """Returns it as a listing names it."""
+        if self.number == NO_CARD:
+            return str(self.fault)
         return "%d %s (%s)" % (self.number, self.name, self.uuid or self.fault)
 
 
@@ -106,6 +112,12 @@ class Asked(NamedTuple):
         if card.processes or card.used_mib > BUSY_MIB:
             return "has %s in use%s" % (gib(card.used_mib), _users(card))
         return None
+
+
+def short(text: str, most: int = 400) -> str:
+    """Returns the beginning of what a program said, in one line."""
+    line = " ".join(text[: 4 * most].split())
+    return line if len(line) <= most else line[: most - 1] + "…"
 
 
 def gib(mib: int) -> str:
@@ -181,10 +193,12 @@ def _users(card: Card) -> str:
     from . import processes  # noqa: PLC0415
 
     named = []
-    for pid, used_mib in card.processes:
+    for pid, used_mib in card.processes[:MOST_NAMED]:
         words = processes.command_line(pid)
         size = "" if used_mib is None else ", %s" % gib(used_mib)
-        named.append("pid %d%s%s" % (pid, " (%s)" % words[0] if words else "", size))
+        named.append("pid %d%s%s" % (pid, " (%s)" % short(words[0], 80) if words else "", size))
+    if len(card.processes) > MOST_NAMED:
+        named.append("%d more" % (len(card.processes) - MOST_NAMED))
     return ": %s" % "; ".join(named) if named else ""
 
 
@@ -222,6 +236,8 @@ def _read(library: Any, number: int, handle: Any) -> Card:
         name = library.name(handle)
     except NvmlError as error:
         return Card(number, "", "", 0, 0, fault=str(error))
+    if not _UUID.fullmatch(uuid):
+        return Card(number, "", short(name, 80), 0, 0, fault="it shows no UUID but %r" % short(uuid, 80))
     try:
         node: Optional[str] = "/dev/nvidia%d" % library.minor(handle)
     except NvmlError:
@@ -230,7 +246,8 @@ def _read(library: Any, number: int, handle: Any) -> Card:
 
 
 def _from_nvidia_smi() -> List[Card]:
-    rows = [_card(line) for line in _nvidia_smi("--query-gpu=" + _FIELDS, "--format=csv,noheader,nounits")]
+    lines = _nvidia_smi("--query-gpu=" + _FIELDS, "--format=csv,noheader,nounits")
+    rows = [_card(line) for line in lines[:_MOST_LINES]]
     nodes, users = _nodes(), _compute_apps()
     found = [row._replace(node=nodes.get(row.uuid), processes=users.get(row.uuid, ())) for row in rows]
     if any(card.has_instances for card in found):
@@ -251,12 +268,14 @@ def _nvidia_smi(*arguments: str) -> List[str]:
         raise DeviceError(
             "nvidia-smi is not there: no NVIDIA driver, or not on PATH; 'devices: none' needs no card"
         ) from error
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise DeviceError("nvidia-smi does not answer: %s" % error) from error
+    except subprocess.TimeoutExpired as error:
+        raise DeviceError("nvidia-smi does not answer within %d s" % QUERY_TIMEOUT_S) from error
+    except OSError as error:
+        raise DeviceError("nvidia-smi cannot be started: %s" % error.strerror) from error
     text = done.stdout.decode("utf-8", "replace")
     if done.returncode != 0:
         said = (text + done.stderr.decode("utf-8", "replace")).strip()
-        raise DeviceError("nvidia-smi failed with exit code %d: %s" % (done.returncode, said))
+        raise DeviceError("nvidia-smi failed with exit code %d: %s" % (done.returncode, short(said)))
     return [line for line in text.splitlines() if line.strip()]
 
 
@@ -316,13 +335,15 @@ def _with_instances(found: Sequence[Card]) -> List[Card]:
 
 
 def _card(line: str) -> Card:
+    """Returns a row's card; a line that is no row is a fault of a card that nobody can ask for."""
     fields = [field.strip() for field in line.split(",")]
-    try:
-        index, uuid, total, used, mig = (int(fields[0]), fields[1], *fields[-3:])
-        name = ", ".join(fields[2:-3])
-        return Card(index, uuid, name, _mib(total), _mib(used), has_instances=mig == "Enabled")
-    except (IndexError, ValueError) as error:
-        raise DeviceError("nvidia-smi printed a line that cannot be read: %r" % line) from error
+    if len(fields) < 6 or not fields[0].isdecimal():
+        return Card(NO_CARD, "", "", 0, 0, fault="nvidia-smi says: %s" % short(line, 200))
+    index, uuid, total, used, mig = (int(fields[0]), fields[1], *fields[-3:])
+    name = short(", ".join(fields[2:-3]), 80)
+    if not _UUID.fullmatch(uuid):
+        return Card(index, "", name, 0, 0, fault="it shows no UUID but %r" % short(uuid, 80))
+    return Card(index, uuid, name, _mib(total), _mib(used), has_instances=mig == "Enabled")
 
 
 def _mib(text: str) -> int:

@@ -15,9 +15,9 @@ import time
 from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple, Union
 
 from . import environment, gpus, processes, program, ranks, store
+from .card_wait import CardWait
 from .ending import Ending, Why
 from .intake import Control, Events
-from .leases import Leases
 from .masks import Masks
 from .member import Exits, Member, Plan
 from .program import Refused
@@ -38,7 +38,6 @@ DRAIN_S = 2.0
 SCAN_S = 0.1
 GRACE_S = 10.0
 MAX_NAMED = 20
-CARDS_PAUSE_S = 1.0
 PREPARING_PAUSE_S = 0.2
 
 
@@ -79,7 +78,7 @@ class Job:
         self._needs = _needs(run, job, preparers)
         # … for cards too; who has to wait for something else first is in nobody's way meanwhile
         is_ready = self._turn is None and self._needs is None
-        self._leases = self._queue_for_cards() if is_ready else None
+        self._card_wait = self._queue_for_cards() if is_ready else None
         self._sampler: Optional[Sampler] = None
         self._strangers = Strangers(self._tree.members)
         self._timeout_at: Optional[float] = None
@@ -114,7 +113,7 @@ class Job:
             raise
         finally:
             if not self._ending.left:  # else turn and cards are free when they are gone
-                for place in (self._turn, self._leases):
+                for place in (self._turn, self._card_wait):
                     if place is not None:
                         place.leave()
             self._tree.forget()
@@ -153,61 +152,26 @@ class Job:
         self._writer.write("prepared", environments=needs.as_record(), waited_s=waited_s)
         return True
 
-    def _queue_for_cards(self) -> Optional[Leases]:
+    def _queue_for_cards(self) -> Optional[CardWait]:
         if not self._job["devices"]:
             return None
-        return Leases(self._run, self._job["devices"], bool(self._job.get("shares_cards")))
+        return CardWait(self._run, self._writer, self._job, self._watch, self._step_on)
 
     def _wait_for_cards(self) -> Optional[List[gpus.Card]]:
         """Returns the cards once the run has them, None when it is stopped before."""
-        chosen: List[gpus.Card] = []
-        leases = self._leases = self._leases or self._queue_for_cards()
-        if leases is not None:
-            began, told = time.monotonic(), None
-            while not chosen:
-                present = self._look()
-                if present is None:
-                    return None
-                chosen = self._try_take(leases, present)
-                obstacles = {} if chosen else dict(leases.obstacles)
-                if obstacles and obstacles.keys() != told:
-                    told = obstacles.keys()
-                    said = list(obstacles.values())[:MAX_NAMED]
-                    self._writer.write("cards_awaited", obstacles=said)
-                    self._run.change_state("waiting", obstacles=said)
-                look_again_at = time.monotonic() + CARDS_PAUSE_S
-                while not chosen and time.monotonic() < look_again_at:
-                    self._step(look_again_at - time.monotonic())
-                    if self._ending.is_stopping:
-                        return None
-            waited_s = round(time.monotonic() - began, 3)
-            self._writer.write("cards", cards=gpus.as_record(chosen), waited_s=waited_s)
-        if any(waited is not None for waited in (self._turn, self._needs, leases)):
-            self._run.change_state("running", cards=[card.label for card in chosen], obstacles=[])
-        return chosen
+        self._card_wait = self._card_wait or self._queue_for_cards()
+        if self._card_wait is not None:
+            return self._card_wait.cards()
+        if self._turn is not None or self._needs is not None:
+            self._run.change_state("running")
+        return []
 
-    def _look(self) -> Optional[List[gpus.Card]]:
-        """Returns the host's cards, None when the run is stopped before they are known."""
-        look = Look()
-        self._watch(look)
-        while look.is_open:
-            self._step(HEARTBEAT_S)
-            if self._ending.is_stopping:
-                return None
-        try:
-            return look.cards()
-        except gpus.DeviceError as error:
-            raise Refused(str(error)) from error
-
-    def _try_take(self, leases: Leases, present: List[gpus.Card]) -> List[gpus.Card]:
-        try:
-            chosen = leases.try_take(present)
-        except gpus.DeviceError as error:
-            raise Refused(str(error)) from error
-        if not chosen and self._job.get("waits_for_cards") is False:
-            said = "; ".join(obstacle.says for obstacle in leases.obstacles)
-            raise Refused("%s; without --no-wait it waits, with --share it runs all the same" % said)
-        return chosen
+    def _step_on(self, longest_s: float) -> bool:
+        """Does a step; tells whether the run is to go on. Nothing of it runs yet but what looks at cards."""
+        self._step(longest_s)
+        if self._ending.is_stopping:
+            self._tree.kill()
+        return not self._ending.is_stopping
 
     def _start(self, cards: List[gpus.Card]) -> None:
         cwd = self._working_folder()
@@ -240,7 +204,7 @@ class Job:
     def _inherited(self) -> List[int]:
         """Returns the descriptors that the payload keeps open, also when this process is gone."""
         held = [] if self._turn is None else [self._turn.fd]
-        for places in (self._needs, self._leases):
+        for places in (self._needs, self._card_wait):
             held += [] if places is None else places.fds
         return held
 
@@ -376,6 +340,8 @@ class Job:
             self._stop(Why("cancelled", "the supervisor got SIGTERM"))
         if now >= self._heartbeat_at:
             self._writer.write("heartbeat")
+            if self._card_wait is not None:
+                self._card_wait.hold_shared()
             self._heartbeat_at = now + HEARTBEAT_S
         if self._timeout_at is not None and now >= self._timeout_at:
             self._stop(Why("timeout", "the run took longer than its %g s" % self._job["timeout_s"]))

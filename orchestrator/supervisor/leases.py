@@ -3,8 +3,8 @@
 A lease is a lock (`flock`) on the card's node under /dev, which is one file for every user and container that
 has the card; where no node is known it is a file below ``leases/``, for the runs of this root alone. The
 payload inherits it: a card is free when the last process that has it is gone, also after a killed supervisor.
-``leases/<uuid>.json`` names the last run of this root that had the card: for messages, and to wait for what
-such a run left behind.
+``leases/<uuid>.json`` names the runs of this root that have the card: for messages, for what a run left
+behind, and for those that share it.
 
 Who waits has a ticket below ``leases/queue/`` with what it asks for, in the order in which they came. Nobody
 takes a card that somebody further ahead could take. Strangers have no lease: they show by their processes and
@@ -15,7 +15,7 @@ import errno
 import json
 import os
 import stat
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Set
 
 from . import gpus
 from .gpus import Asked, Card
@@ -25,6 +25,7 @@ from .tickets import WAITING, Ticket, Tickets
 
 _FOLDER = "leases"
 _MOST_CONTENT = 64 * 1024
+_PATIENCE_S, _MOMENT_S = 10.0, 0.5  # for the queue's lock, which is held for milliseconds
 
 
 class Obstacle(NamedTuple):
@@ -52,8 +53,9 @@ class Leases:
         self._ticket: Optional[Ticket] = None
         self._ticket_fd = -1
         self._held: Dict[str, int] = {}
+        self._unlocked: Set[int] = set()
         self.obstacles: List[Obstacle] = []
-        with self._tickets.lock():
+        with self._tickets.lock(_PATIENCE_S):
             place = max((ticket.place for ticket in self._tickets.all()), default=0) + 1
             self._ticket = Ticket(WAITING, place, run.run_id)
             content = json.dumps({"devices": devices, "is_shared": is_shared})
@@ -71,37 +73,55 @@ class Leases:
             DeviceError: they can never be had.
         """
         candidates = self._asked.candidates(present)
-        wanted = len(self._asked.names) or self._asked.number
         self.obstacles = []
-        with self._tickets.lock():
-            reserved = self._reserved(present)
-            chosen: List[Card] = []
-            for card in (
-                sorted(candidates, key=lambda card: -card.free_mib) if self._asked.number else candidates
-            ):
-                if len(chosen) < wanted and self._take(card, reserved):
-                    chosen.append(card)
-            if len(chosen) < wanted:
-                self._let_go()
-                return []
-            for card in chosen:
-                if not self._is_shared or self._live_holder(card.uuid) is None:
-                    self._describe(card)
-            self._leave_queue()
+        try:
+            with self._tickets.lock(_MOMENT_S):
+                return self._take_all(candidates, present)
+        except TimeoutError as error:  # somebody is at it, or was stopped while at it
+            self.obstacles = [Obstacle("queue", str(error))]
+            return []
+
+    def _take_all(self, candidates: Sequence[Card], present: Sequence[Card]) -> List[Card]:
+        wanted = len(self._asked.names) or self._asked.number
+        if self._asked.number:
+            candidates = sorted(candidates, key=lambda card: -card.free_mib)
+        reserved = self._reserved(present)
+        chosen: List[Card] = []
+        for card in candidates:
+            if len(chosen) < wanted and self._take(card, reserved):
+                chosen.append(card)
+        if len(chosen) < wanted:
+            self._let_go()
+            return []
+        for card in chosen:
+            self._describe(card.uuid, [*self._live_holders(card.uuid), self._run.run_id])
+        self._leave_queue()
         return sorted(chosen, key=lambda card: card.number) if self._asked.number else chosen
 
     def leave(self) -> None:
-        """Gives the cards, or the place in the queue, back."""
-        with self._tickets.lock():
-            for uuid in self._held:
-                if self._described(uuid) == self._run.run_id:
-                    os.unlink(self._description(uuid))
+        """Gives the cards, or the place in the queue, back; what cannot be tidied up now, others will."""
+        try:
+            with self._tickets.lock(_PATIENCE_S):
+                for uuid in self._held:
+                    self._describe(uuid, [run for run in self._described(uuid) if run != self._run.run_id])
+                self._let_go()
+                self._leave_queue()
+        except TimeoutError:
             self._let_go()
-            self._leave_queue()
+
+    def hold_shared(self) -> None:
+        """Takes the locks that could not be had while somebody held the shared cards alone."""
+        self._unlocked = {fd for fd in self._unlocked if not take(fd, exclusive=False)}
 
     def _take(self, card: Card, reserved: Dict[str, str]) -> bool:
         """Takes a card's lock, if nothing is in the way."""
-        fd = self._open(card)
+        try:
+            fd = self._open(card)
+        except gpus.DeviceError as error:
+            if self._asked.names:
+                raise
+            self.obstacles.append(Obstacle("%s node" % card.uuid, str(error)))
+            return False
         is_ours = take(fd, exclusive=not self._is_shared)
         obstacle = None if self._is_shared else self._obstacle(card, is_ours, reserved)
         if obstacle is not None:
@@ -109,10 +129,12 @@ class Leases:
             os.close(fd)
             return False
         self._held[card.uuid] = fd
+        if not is_ours:
+            self._unlocked.add(fd)
         return True
 
     def _obstacle(self, card: Card, is_ours: bool, reserved: Dict[str, str]) -> Optional[Obstacle]:
-        if not is_ours:
+        if not is_ours or self._live_holders(card.uuid):
             holder = self._holder(card)
             return Obstacle("%s %s" % (card.uuid, holder), "card %s is held by %s" % (card.label, holder))
         left = self._left_over(card)
@@ -135,39 +157,53 @@ class Leases:
     def _reserved(self, present: Sequence[Card]) -> Dict[str, str]:
         """Returns for each card that a run further ahead could take the first such run."""
         reserved: Dict[str, str] = {}
+        leased = {card.uuid for card in present if self._is_leased(card)}
         for ticket in self._tickets.all():
             if self._ticket is None or ticket >= self._ticket:
                 break
-            if self._tickets.is_over(ticket):
+            if self._tickets.is_over(ticket) or RunDir(self._run.root, ticket.run_id).is_stopped:
                 continue
             try:
                 with open(self._tickets.path(ticket), "rb") as file:
                     content = json.loads(file.read(_MOST_CONTENT))
                 asked = Asked.of(content["devices"])
-                wanted = [] if asked is None or content["is_shared"] else asked.candidates(present)
+                if asked is None or content["is_shared"]:
+                    continue
+                wanted = asked.candidates(present)
             except (OSError, ValueError, KeyError, TypeError, gpus.DeviceError):
                 continue  # it will be refused itself, or has gone
             for card in wanted:
-                reserved.setdefault(card.uuid, ticket.run_id)
+                # A stranger may stay for ever: who waits for it keeps nobody else from the card.
+                if card.uuid in leased or not asked.occupied(card):
+                    reserved.setdefault(card.uuid, ticket.run_id)
         return reserved
 
+    def _is_leased(self, card: Card) -> bool:
+        try:
+            fd = self._open(card)
+        except gpus.DeviceError:
+            return False
+        try:
+            return not take(fd, exclusive=True)
+        finally:
+            os.close(fd)
+
     def _holder(self, card: Card) -> str:
-        run_id = self._live_holder(card.uuid)
-        if run_id is not None:
-            return "run %s" % run_id
+        runs = self._live_holders(card.uuid)
+        if runs:
+            return "run %s" % " and run ".join(runs)
         left = self._left_over(card)
         if left is not None:
             return "what is left of run %s" % left
         return "another user or container of this machine, or another root than %s" % self._run.root
 
-    def _live_holder(self, uuid: str) -> Optional[str]:
-        run_id = self._described(uuid)
-        return run_id if run_id is not None and RunDir(self._run.root, run_id).is_alive else None
+    def _live_holders(self, uuid: str) -> List[str]:
+        return [run for run in self._described(uuid) if RunDir(self._run.root, run).is_alive]
 
     def _left_over(self, card: Card) -> Optional[str]:
-        """Returns the run that had the card last and still has processes, without a supervisor."""
-        run_id = self._described(card.uuid)
-        return run_id if run_id is not None and RunDir(self._run.root, run_id).orphans() else None
+        """Returns a run that had the card and still has processes, without a supervisor."""
+        runs = self._described(card.uuid)
+        return next((run for run in runs if RunDir(self._run.root, run).orphans()), None)
 
     def _open(self, card: Card) -> int:
         if card.node is not None:
@@ -182,18 +218,25 @@ class Leases:
         path = os.path.join(self._folder, card.uuid.replace("/", "_") + ".lock")
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
-    def _describe(self, card: Card) -> None:
-        path = self._description(card.uuid)
-        with open(path + ".new", "w", encoding="utf-8") as file:
-            json.dump({"run": self._run.run_id}, file)
-        os.rename(path + ".new", path)
+    def _describe(self, uuid: str, runs: Sequence[str]) -> None:
+        """Notes which runs of this root have a card; on a full disk the locks alone say so."""
+        path = self._description(uuid)
+        try:
+            if not runs:
+                os.unlink(path)
+                return
+            with open(path + ".new", "w", encoding="utf-8") as file:
+                json.dump({"runs": runs}, file)
+            os.rename(path + ".new", path)
+        except OSError:
+            pass  # cleared away by hand, or no room for it
 
-    def _described(self, uuid: str) -> Optional[str]:
+    def _described(self, uuid: str) -> List[str]:
         try:
             with open(self._description(uuid), encoding="utf-8") as file:
-                return str(json.load(file)["run"])
+                return [str(run) for run in json.load(file)["runs"]]
         except (OSError, ValueError, KeyError, TypeError):
-            return None
+            return []
 
     def _description(self, uuid: str) -> str:
         return os.path.join(self._folder, uuid.replace("/", "_") + ".json")
@@ -202,6 +245,7 @@ class Leases:
         for fd in self._held.values():
             os.close(fd)
         self._held.clear()
+        self._unlocked.clear()
 
     def _leave_queue(self) -> None:
         if self._ticket is not None:

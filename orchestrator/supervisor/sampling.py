@@ -29,7 +29,8 @@ class Look:
         os.set_blocking(self.fd, False)
         self.is_open = True
         self._found = b""
-        if os.fork() == 0:
+        self._pid = os.fork()
+        if self._pid == 0:
             _tell_cards(write_fd)
         os.close(write_fd)
 
@@ -44,6 +45,13 @@ class Look:
             self.is_open = False
             os.close(self.fd)
         return self.is_open
+
+    def end(self) -> None:
+        """Ends the look, wherever it is."""
+        try:
+            os.kill(self._pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
 
     def cards(self) -> List[gpus.Card]:
         """Returns what was found, once it is not open any more.

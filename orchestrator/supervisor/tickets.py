@@ -11,7 +11,7 @@ import re
 from contextlib import contextmanager
 from typing import Iterator, List, NamedTuple
 
-from .locks import is_at, is_held
+from .locks import is_at, is_held, take
 from .rundir import RunDir
 
 WAITING, RUNNING = "waiting", "running"
@@ -59,7 +59,10 @@ class Tickets:
         """Tells whether nothing of the ticket's run is left, and clears it away then."""
         if is_held(self.path(ticket)) or RunDir(self._root, ticket.run_id).orphans():
             return False
-        os.unlink(self.path(ticket))
+        try:
+            os.unlink(self.path(ticket))
+        except OSError:
+            pass  # no ticket of ours: a folder, say
         return True
 
     def all(self) -> List[Ticket]:
@@ -76,10 +79,13 @@ class Tickets:
         return os.path.join(self._folder, ticket.name)
 
     @contextmanager
-    def lock(self) -> Iterator[None]:
+    def lock(self, patience_s: float) -> Iterator[None]:
         """Holds the queue's lock: the one that others find there, not one that was removed meanwhile.
 
         A queue that is empty then leaves nothing behind.
+
+        Raises:
+            TimeoutError: somebody else has held it for ``patience_s``.
         """
         while True:
             os.makedirs(self._folder, mode=0o700, exist_ok=True)
@@ -88,7 +94,9 @@ class Tickets:
             except FileNotFoundError:
                 continue
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX)
+                if not take(fd, exclusive=True, patience_s=patience_s):
+                    what = "%s has been held for %g s: by a supervisor that was stopped there?"
+                    raise TimeoutError(what % (self._lock_path, patience_s))
                 if is_at(fd, self._lock_path):
                     try:
                         yield

@@ -13,6 +13,7 @@ from .tickets import RUNNING, WAITING, Ticket, Tickets
 
 _NEXT_PAUSE_S = 0.2
 _PAUSE_S = 1.0
+_PATIENCE_S, _MOMENT_S = 10.0, 0.5  # for the queue's lock, which is held for milliseconds
 
 
 def check(turn: Optional[Dict[str, Any]]) -> None:
@@ -33,7 +34,7 @@ class Turn:
         self._tickets = Tickets(run.root, os.path.join(run.root, "turns", turn["queue"]))
         self._ticket = Ticket(WAITING, turn["place"], run.run_id)
         self._ahead: List[Ticket] = []
-        with self._tickets.lock():
+        with self._tickets.lock(_PATIENCE_S):
             self.fd = self._tickets.add(self._ticket)
 
     def try_take(self) -> bool:
@@ -43,7 +44,13 @@ class Turn:
         watched = self._ahead[-self._at_once :]  # while these are there, nothing has changed for us
         if watched and all(is_held(self._tickets.path(ticket)) for ticket in watched):
             return False
-        with self._tickets.lock():
+        try:
+            return self._take()
+        except TimeoutError:  # somebody is at it, or was stopped while at it
+            return False
+
+    def _take(self) -> bool:
+        with self._tickets.lock(_MOMENT_S):
             # a ticket that runs sorts before each that waits, whatever their places
             earlier = [ticket for ticket in self._tickets.all() if ticket < self._ticket]
             self._ahead = [ticket for ticket in earlier if not self._tickets.is_over(ticket)]
@@ -65,6 +72,9 @@ class Turn:
         return _NEXT_PAUSE_S if all(ticket.state == RUNNING for ticket in self._ahead) else _PAUSE_S
 
     def leave(self) -> None:
-        """Gives the turn, or the place in the queue, back."""
-        with self._tickets.lock():
-            self._tickets.remove(self._ticket, self.fd)
+        """Gives the turn, or the place in the queue, back; what cannot be tidied up now, others will."""
+        try:
+            with self._tickets.lock(_PATIENCE_S):
+                self._tickets.remove(self._ticket, self.fd)
+        except TimeoutError:
+            os.close(self.fd)

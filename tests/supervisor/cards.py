@@ -55,6 +55,10 @@ class ScriptedCards:
         self.used_mib = {card: used_mib if card == number else 0 for card in self.used_mib}
         self.show()
 
+    def forget_programs(self) -> None:
+        """Has no process on any card."""
+        self._write("apps", "")
+
     def hang(self) -> None:
         """Has it never answer; that somebody asked shows as a file."""
         self._write("nvidia-smi", '#!/bin/sh\ntouch "$(dirname "$0")/hangs"\nexec sleep 60\n')

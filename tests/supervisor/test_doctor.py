@@ -8,7 +8,7 @@ import unittest
 from typing import Any, Dict, List
 from unittest import mock
 
-from orchestrator.supervisor import device_nodes, doctor, torch_probe, wire
+from orchestrator.supervisor import device_nodes, doctor, processes, torch_probe, wire
 from tests.supervisor.host import NEEDS_ROOT, HostCase
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -21,7 +21,7 @@ ASKED = {
 }
 SMI = """#!/bin/sh
 case "$1" in
-*compute-apps*) echo "GPU-b, $PPID, 74752" ;;
+*compute-apps*) echo "GPU-b, 1, 74752" ;;
 *) echo "0, GPU-a, NVIDIA H200, 143771, 2, N/A"; echo "1, GPU-b, NVIDIA H200, 143771, 74752, N/A" ;;
 esac
 """
@@ -141,10 +141,18 @@ class CardsTest(HostCase):
             run.stdin.close()
         self.assertEqual([card["uuid"] for card in found["cards"]], ["GPU-a", "GPU-b"])
         (program,) = found["programs"]
-        self.assertEqual((program["uuid"], program["pid"]), ("GPU-b", os.getpid()))
-        self.assertIn("python", program["name"])
+        self.assertEqual((program["uuid"], program["pid"]), ("GPU-b", 1))
+        self.assertEqual(program["name"], processes.command_line(1)[0])
         self.assertEqual(found["runs"], {"GPU-a": ["run7"], "GPU-c": ["run7"]})
         self.assertEqual((found["error"], found["is_smi_there"]), (None, True))
+
+    def test_a_driver_that_hangs_costs_its_own_check_alone(self) -> None:
+        with open(os.path.join(self.base, "nvidia-smi"), "w") as file:
+            file.write("#!/bin/sh\nexec sleep 30\n")
+        with mock.patch.object(doctor, "CARDS_LIMIT_S", 0.3):
+            found = doctor._cards()
+        self.assertEqual(found["error"], "the NVIDIA driver does not answer within 0 s")
+        self.assertTrue(found["is_smi_there"])
 
     def test_an_nvidia_smi_that_fails_is_told_from_one_that_is_missing(self) -> None:
         with open(os.path.join(self.base, "nvidia-smi"), "w") as file:

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import stat
 import tempfile
 import unittest
 from typing import Any, List, Optional
@@ -152,7 +153,71 @@ class TakingTest(LeasesCase):
             self.leases("other", ["0"]).try_take(present)
 
 
+class SharingTest(LeasesCase):
+    def test_who_does_not_share_waits_for_those_who_do_also_when_the_first_holder_has_gone(self) -> None:
+        present = [card(0)]
+        first, sharer, other = (
+            self.leases("first", ["0"]),
+            self.leases("sharer", ["0"], is_shared=True),
+            self.leases("other", ["0"]),
+        )
+        first.try_take(present)
+        self.assertEqual(sharer.try_take(present), present)
+        first.leave()
+        self.assertEqual(other.try_take(present), [])
+        self.assertIn("is held by run sharer", self.says(other))
+        sharer.hold_shared()
+        with open(os.path.join(self.root, "leases", uuid(0) + ".lock"), "rb") as lock:
+            self.assertRaises(BlockingIOError, fcntl.flock, lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def test_two_who_share_are_both_named(self) -> None:
+        present = [card(0)]
+        one, two = (self.leases(name, ["0"], is_shared=True) for name in ("one", "two"))
+        one.try_take(present)
+        two.try_take(present)
+        waits = self.leases("waits", ["0"])
+        waits.try_take(present)
+        self.assertIn("is held by run one and run two", self.says(waits))
+        one.leave()
+        waits.try_take(present)
+        self.assertIn("is held by run two", self.says(waits))
+
+
 class QueueTest(LeasesCase):
+    def test_who_waits_for_a_stranger_keeps_nobody_from_another_use_of_the_card(self) -> None:
+        present = [card(0, used_mib=600), card(1, used_mib=600)]
+        large = self.leases("large", {"count": 1, "free_bytes": 140 * 2**30})
+        self.assertEqual(large.try_take(present), [])
+        small = self.leases("small", ["1"])
+        self.assertEqual(small.try_take(present), [present[1]])
+        # What a run of ours has in use goes with it: who waits for that keeps its place.
+        self.assertEqual(self.leases("late", ["1"]).try_take(present), [])
+
+    def test_a_queue_whose_lock_stays_held_is_an_obstacle_and_no_hang(self) -> None:
+        waits = self.leases("waits", ["0"])
+        with open(os.path.join(self.root, "leases", "queue", "lock"), "rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self.assertEqual(waits.try_take([card(0)]), [])
+        self.assertIn("queue/lock has been held for", self.says(waits))
+        self.assertEqual(waits.try_take([card(0)]), [card(0)])
+
+    def test_what_is_no_ticket_in_a_queue_is_in_nobodys_way(self) -> None:
+        waits = self.leases("waits", ["0"])
+        os.mkdir(os.path.join(self.root, "leases", "queue", "waiting-000000000-folder"))
+        self.assertEqual(waits.try_take([card(0)]), [card(0)])
+
+    def test_a_card_whose_node_cannot_be_opened_is_passed_over_unless_it_is_named(self) -> None:
+        # Nothing on this machine answers to this device number.
+        node = os.path.join(self.root, "node")
+        try:
+            os.mknod(node, 0o600 | stat.S_IFCHR, os.makedev(508, 77))
+        except PermissionError:
+            node = "/dev/mem"
+        present = [card(0, node=node), card(1)]
+        self.assertEqual(self.leases("any", {"count": 1, "free_bytes": None}).try_take(present), [present[1]])
+        with self.assertRaisesRegex(DeviceError, "cannot open"):
+            self.leases("named", ["0"]).try_take(present)
+
     def test_who_came_first_goes_first_and_others_pass_where_nobody_waits(self) -> None:
         present = [card(number) for number in range(3)]
         holder, first, second, passing = (
@@ -275,6 +340,42 @@ class ScriptedTest(HostCase):
         said = waiting.until("cards_awaited")["obstacles"][0]
         self.assertIn("is held by what is left of run %s" % self.run_ids[0], said)
         self.stop(self.run_ids[0], 0.0)
+        self.assertEqual(of_kind(waiting.rest(), "end")[0]["code"], 0)
+
+    def test_rows_that_are_none_and_cards_without_a_uuid_disable_no_other_card(self) -> None:
+        cards = self.scripted(2)
+        rows = [
+            "Warning: infoROM is corrupted at gpu 0000:01:00.0",
+            "0, [Unknown Error], [Unknown Error], [Unknown Error], [Unknown Error], [Unknown Error]",
+            "1, %s, NVIDIA H200, 143771, 0, Disabled" % uuid(1),
+        ]
+        cards.show(text="\n".join(rows))
+        records = self.records(
+            self.start(PRINT_CARDS, devices={"count": 1, "free_bytes": None}, host_env=cards.env)
+        )
+        self.assertEqual(stream_bytes(records, "stdout"), uuid(1).encode() + b"\n")
+        records = self.records(self.start(PRINT_CARDS, devices=["0"], host_env=cards.env))
+        self.assertIn("card 0 does not answer: it shows no UUID", of_kind(records, "end")[0]["reason"])
+        records = self.records(self.start(PRINT_CARDS, devices=["7"], host_env=cards.env))
+        self.assertIn("nvidia-smi says: Warning: infoROM", of_kind(records, "end")[0]["reason"])
+
+    def test_what_nvidia_smi_says_is_cut(self) -> None:
+        cards = self.scripted(1)
+        cards.show(code=3, text="x" * 100_000)
+        records = self.records(self.start(PRINT_CARDS, devices=["0"], host_env=cards.env))
+        self.assertLess(len(of_kind(records, "end")[0]["reason"]), 600)
+
+    def test_a_failure_of_the_driver_while_a_run_waits_is_one_more_obstacle(self) -> None:
+        cards = self.scripted(1)
+        cards.run_on(0, 999_999, 20_480)
+        waiting = self.start(PRINT_CARDS, devices=["0"], host_env=cards.env).follow()
+        waiting.until("cards_awaited")
+        cards.show(code=15, text="Unknown Error")
+        self.wait_for(
+            "the obstacle", lambda: "exit code 15" in str(self.standing(self.run_ids[0])["obstacles"])
+        )
+        cards.run_on(0, 999_999, 0)
+        cards.forget_programs()
         self.assertEqual(of_kind(waiting.rest(), "end")[0]["code"], 0)
 
     def test_a_driver_that_fails_says_so_in_its_own_words(self) -> None:
