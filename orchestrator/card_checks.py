@@ -180,6 +180,8 @@ def _use(listed: Mapping[str, Any]) -> Finding:
         on_it = [program for program in programs if program["uuid"] == card["uuid"]]
         if card["uuid"] in runs:
             ours.append(f"{card['index']} by run {', '.join(runs[card['uuid']])}")
+        elif card["is_leased"]:
+            ours.append(f"{card['index']} by a run of another user, container or root")
         elif on_it or card["used_mib"] > BUSY_MIB:
             names = ", ".join(f"{program['name'] or '?'} pid {program['pid']}" for program in on_it)
             who = names or "nobody we can see"

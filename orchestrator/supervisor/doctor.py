@@ -18,6 +18,7 @@ import time
 from typing import Any, Dict, List, Optional, Set, Tuple
 
 from . import cgroups, device_nodes, environment, gpus, processes, torch_probe
+from .leases import is_leased
 from .sampling import Look
 
 TORCH_LIMIT_S = 90.0
@@ -49,7 +50,7 @@ def gather(root: str, asked: Dict[str, Any]) -> Dict[str, Any]:
     and the ``allocator`` settings to try.
     """
     zombies = _unreaped()
-    cards = _cards()
+    cards = _cards(root)
     env = _payload_env(asked, cards["cards"])
     facts = {
         "missing_modules": [name for name in MODULES if importlib.util.find_spec(name) is None],
@@ -221,7 +222,7 @@ def _never_reaped(zombies: Dict[Tuple[int, int], str]) -> List[str]:
         time.sleep(0.05)
 
 
-def _cards() -> Dict[str, Any]:
+def _cards(root: str) -> Dict[str, Any]:
     """Returns the cards that programs can see, which do not answer, which programs use their memory, and
     which runs were given which of them.
     """
@@ -241,7 +242,10 @@ def _cards() -> Dict[str, Any]:
         }
     usable = [card for card in found if not card.fault and not card.has_instances]
     return {
-        "cards": gpus.as_record(usable),
+        "cards": [
+            dict(entry, is_leased=is_leased(root, card))
+            for entry, card in zip(gpus.as_record(usable), usable)
+        ],
         "error": None,
         "is_smi_there": True,
         "lost": [

@@ -11,7 +11,6 @@ takes a card that somebody further ahead could take. Strangers have no lease: th
 by memory in use.
 """
 
-import errno
 import json
 import os
 import stat
@@ -116,7 +115,7 @@ class Leases:
     def _take(self, card: Card, reserved: Dict[str, str]) -> bool:
         """Takes a card's lock, if nothing is in the way."""
         try:
-            fd = self._open(card)
+            fd = _open(self._run.root, card)
         except gpus.DeviceError as error:
             if self._asked.names:
                 raise
@@ -157,7 +156,7 @@ class Leases:
     def _reserved(self, present: Sequence[Card]) -> Dict[str, str]:
         """Returns for each card that a run further ahead could take the first such run."""
         reserved: Dict[str, str] = {}
-        leased = {card.uuid for card in present if self._is_leased(card)}
+        leased = {card.uuid for card in present if is_leased(self._run.root, card)}
         for ticket in self._tickets.all():
             if self._ticket is None or ticket >= self._ticket:
                 break
@@ -178,16 +177,6 @@ class Leases:
                     reserved.setdefault(card.uuid, ticket.run_id)
         return reserved
 
-    def _is_leased(self, card: Card) -> bool:
-        try:
-            fd = self._open(card)
-        except gpus.DeviceError:
-            return False
-        try:
-            return not take(fd, exclusive=True)
-        finally:
-            os.close(fd)
-
     def _holder(self, card: Card) -> str:
         runs = self._live_holders(card.uuid)
         if runs:
@@ -204,19 +193,6 @@ class Leases:
         """Returns a run that had the card and still has processes, without a supervisor."""
         runs = self._described(card.uuid)
         return next((run for run in runs if RunDir(self._run.root, run).orphans()), None)
-
-    def _open(self, card: Card) -> int:
-        if card.node is not None:
-            try:
-                if stat.S_ISCHR(os.stat(card.node).st_mode):
-                    return os.open(card.node, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError as error:
-                if error.errno != errno.ENOENT:
-                    raise gpus.DeviceError(
-                        "card %s: cannot open %s: %s" % (card, card.node, error.strerror)
-                    ) from error
-        path = os.path.join(self._folder, card.uuid.replace("/", "_") + ".lock")
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def _describe(self, uuid: str, runs: Sequence[str]) -> None:
         """Notes which runs of this root have a card; on a full disk the locks alone say so."""
@@ -251,3 +227,39 @@ class Leases:
         if self._ticket is not None:
             self._tickets.remove(self._ticket, self._ticket_fd)
             self._ticket = None
+
+
+def is_leased(root: str, card: Card) -> bool:
+    """Tells whether somebody has the card, alone or shared, as far as runs of ``root`` could see."""
+    try:
+        fd = os.open(_lock_path(root, card), os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return not take(fd, exclusive=True)
+    finally:
+        os.close(fd)
+
+
+def _open(root: str, card: Card) -> int:
+    """Opens what a lease of the card locks.
+
+    Raises:
+        DeviceError: the card's node may not be opened here.
+    """
+    path = _lock_path(root, card)
+    if path != card.node:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise gpus.DeviceError("card %s: cannot open %s: %s" % (card, path, error.strerror)) from error
+
+
+def _lock_path(root: str, card: Card) -> str:
+    try:
+        if card.node is not None and stat.S_ISCHR(os.stat(card.node).st_mode):
+            return card.node
+    except OSError:
+        pass  # a node that is not there
+    return os.path.join(root, _FOLDER, card.uuid.replace("/", "_") + ".lock")

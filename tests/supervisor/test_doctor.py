@@ -136,10 +136,12 @@ class CardsTest(HostCase):
     def test_programs_on_cards_and_the_runs_that_were_given_them_are_told(self) -> None:
         env = {"ORCH_RUN_ID": "run7", "CUDA_VISIBLE_DEVICES": "GPU-a,GPU-c", "PATH": os.environ["PATH"]}
         with subprocess.Popen(["cat"], env=env, stdin=subprocess.PIPE) as run:
-            found = doctor._cards()
+            found = doctor._cards(self.root)
             assert run.stdin is not None
             run.stdin.close()
         self.assertEqual([card["uuid"] for card in found["cards"]], ["GPU-a", "GPU-b"])
+        self.assertEqual([card["is_leased"] for card in found["cards"]], [False, False])
+        self.assertFalse(os.path.exists(os.path.join(self.root, "leases")))
         (program,) = found["programs"]
         self.assertEqual((program["uuid"], program["pid"]), ("GPU-b", 1))
         self.assertEqual(program["name"], processes.command_line(1)[0])
@@ -150,24 +152,24 @@ class CardsTest(HostCase):
         with open(os.path.join(self.base, "nvidia-smi"), "w") as file:
             file.write("#!/bin/sh\nexec sleep 30\n")
         with mock.patch.object(doctor, "CARDS_LIMIT_S", 0.3):
-            found = doctor._cards()
+            found = doctor._cards(self.root)
         self.assertEqual(found["error"], "the NVIDIA driver does not answer within 0 s")
         self.assertTrue(found["is_smi_there"])
 
     def test_an_nvidia_smi_that_fails_is_told_from_one_that_is_missing(self) -> None:
         with open(os.path.join(self.base, "nvidia-smi"), "w") as file:
             file.write("#!/bin/sh\necho 'Driver/library version mismatch'; exit 18\n")
-        found = doctor._cards()
+        found = doctor._cards(self.root)
         self.assertIn("exit code 18: Driver/library version mismatch", found["error"])
         self.assertTrue(found["is_smi_there"])
         os.remove(os.path.join(self.base, "nvidia-smi"))
         with mock.patch.dict(os.environ, {"PATH": "/nowhere"}):
-            found = doctor._cards()
+            found = doctor._cards(self.root)
         self.assertEqual((found["cards"], found["is_smi_there"]), ([], False))
 
     def test_a_probe_sees_every_card_and_nothing_of_a_run(self) -> None:
         env = doctor._payload_env(
-            dict(ASKED, env={"HF_HOME": "/models"}, venv="/opt/venv"), doctor._cards()["cards"]
+            dict(ASKED, env={"HF_HOME": "/models"}, venv="/opt/venv"), doctor._cards(self.root)["cards"]
         )
         self.assertEqual((env["CUDA_VISIBLE_DEVICES"], env["HF_HOME"]), ("GPU-a,GPU-b", "/models"))
         self.assertTrue(env["PATH"].startswith("/opt/venv/bin:"))

@@ -38,7 +38,8 @@ def _node(name: str, major: int = 195, refusal: str | None = None) -> dict[str, 
 
 
 def _card(index: int) -> dict[str, Any]:
-    return {"index": index, "uuid": f"GPU-{index}", "name": CARD, "total_mib": 97251, "used_mib": 2}
+    seen = {"total_mib": 97251, "used_mib": 2, "is_leased": False}
+    return {"index": index, "uuid": f"GPU-{index}", "name": CARD, **seen}
 
 
 HEALTHY: dict[str, Any] = {
@@ -563,3 +564,10 @@ def test_harmless_settings_cover_every_key_that_orch_takes() -> None:
         settings = parse_alloc_conf({key: value})
         assert render_alloc_conf(settings).startswith(f"{key}:")
     assert set(HARMLESS) == set(allocator._PARSERS)
+
+
+def test_card_that_somebody_out_of_sight_holds_is_not_free() -> None:
+    found = findings(changed(cards__cards=[_card(0), {**_card(1), "is_leased": True}]))["cards"]
+    assert found.level is Level.OK
+    assert "1 of 2 cards free" in found.says
+    assert "held: 1 by a run of another user, container or root" in found.says
