@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from orchestrator import inventory_edit, transports
 from orchestrator.errors import HostKeyChanged, HostKeyUnknown, UsageError
 from orchestrator.inventory import Host, Inventory
-from orchestrator.text import check_name, quoted
+from orchestrator.text import check_name, printable, quoted
 
 __all__ = ["Question", "add", "parse_target", "repin"]
 
@@ -38,7 +38,7 @@ def parse_target(text: str) -> dict[str, str | int]:
         UsageError: it is nothing of that form.
     """
     found = re.fullmatch(
-        r"(?:(?P<user>[^@\s]+)@)?(?:\[(?P<v6>[0-9A-Fa-f:.%]+)\]|(?P<host>[^\[\]\s:@]+|[0-9A-Fa-f:.%]*::?[0-9A-Fa-f:.%]*))"
+        r"(?:(?P<user>[^@/:\s]+)@)?(?:\[(?P<v6>[0-9A-Fa-f:.%]+)\]|(?P<host>[^\[\]\s:@]+|[0-9A-Fa-f:.%]*::?[0-9A-Fa-f:.%]*))"
         r"(?::(?P<port>[0-9]{1,5}))?",
         text,
     )
@@ -64,7 +64,10 @@ def add(inventory: Inventory, name: str, fields: Mapping[str, str | int], *, con
     """
     check_name("host", name)
     if name in inventory.hosts:
-        raise UsageError(f"there is a host {name!r} already; orch hosts repin {name} takes a new key of it")
+        raise UsageError(
+            f"there is a host {name!r} already: change it in {printable(str(inventory.path))}; "
+            f"orch hosts repin {name} takes a new key of it"
+        )
     draft = inventory_edit.draft_host(inventory, name, fields)
     pin = _shown(draft.inventory.host(name), confirm)
     if pin is None:

@@ -104,7 +104,8 @@ def check_module(module: str, *, payload: str) -> str:
         raise UsageError(f"{quoted(module)} is no dotted module name{hint}")
     if parts[0] != payload:
         raise UsageError(
-            f"{quoted(module)} is not in the payload {payload!r}: its name must begin with '{payload}.'"
+            f"{quoted(module)} is not in the payload {payload!r}: its name must begin with '{payload}.', or "
+            f"payload: be {quoted(parts[0])}"
         )
     return module
 

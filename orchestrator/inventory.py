@@ -26,6 +26,7 @@ from orchestrator.yaml_source import Field, Source, StrictModel
 __all__ = ["INVENTORY_NAME", "Host", "Inventory", "find_inventory", "load_inventory"]
 
 INVENTORY_NAME = "inventory.yaml"
+SMALLEST = "hosts: {local: {transport: local}}"
 
 _DEFAULT_ROOT = "~/.orch"
 _LONGEST_PATH_BYTES = 1024  # a system opens none of more than 4096, and orch puts folders of its own below
@@ -112,7 +113,7 @@ def find_inventory(start: Path) -> Path:
     where = printable(str(folder))
     raise UsageError(
         f"no {INVENTORY_NAME} in {where} or any folder above it: "
-        "create one there, or name one with --inventory"
+        f"create one there, with the line `{SMALLEST}` to begin with, or name one with --inventory"
     )
 
 
@@ -125,7 +126,7 @@ def load_inventory(path: Path) -> Inventory:
     source = yaml_source.load(path)
     document = source.validate(_Document)
     if not document.hosts:
-        raise source.error("must name at least one host", "hosts")
+        raise source.error(f"must name at least one host, as `{SMALLEST}` does", "hosts")
     hosts = {name: _host(source, name, entry) for name, entry in document.hosts.items()}
     for name, entry in document.hosts.items():
         if entry.transport == "proxmox":

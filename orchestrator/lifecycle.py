@@ -39,6 +39,7 @@ from orchestrator.text import did_you_mean
 Record = Mapping[str, Any]
 
 MOST_NOTES = 20
+_NO_CARDS = "No CUDA GPUs are available"  # as torch says it
 MISSING = "missing"  # the kind of the record that readers find in a hole's place; no supervisor writes it
 CUT_REASON = "part of the records was cut by the run's log limit before it came here, and may have said more"
 
@@ -263,6 +264,8 @@ def outcome_of(records: Iterable[Record]) -> Outcome:
     asked, missing, others_cut, sampled = (
         found.pop(name, None) for name in ("asked", "missing", "others_cut", "sampled")
     )
+    if not (asked or {}).get("devices") and _NO_CARDS in (found.get("exception_message") or ""):
+        _note(found, "the run asked for no card, so it sees none; see devices:")
     names = found.pop("card_names", {})
     found["card_use"] = tuple(
         _card_use(uuid, names.get(uuid, uuid), sums) for uuid, sums in (sampled or {}).items()
@@ -318,8 +321,8 @@ def _how_it_ended(outcome: Outcome) -> tuple[str, ...]:
         parts.append(outcome.reason)
     if outcome.missing_module is not None:
         parts.append(
-            f"Python module {outcome.missing_module!r} is missing there: install it, "
-            "or set 'python:' in inventory.yaml"
+            f"Python module {outcome.missing_module!r} is missing there: install it (setup: does), set "
+            "'python:' in inventory.yaml, or ship it: a script travels alone, a payload as a package"
         )
     elif outcome.exception_type is not None and outcome.exit_code != 0:
         whose = "" if outcome.exception_proc is None else f"{outcome.exception_proc}: "

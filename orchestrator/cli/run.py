@@ -101,6 +101,7 @@ def run(
             loaded = script_experiment(experiment, args, typed, project=workspace.project)
         else:
             _refuse_for_experiment(experiment, args, typed)
+            _refuse_other_programs(experiment)
             loaded = load_experiment(experiment, profile=profile, overrides=overrides)
         loaded = replace(loaded, waits_for_cards=waits_for_cards, shares_cards=shares_cards)
         if loaded.matrix is not None or len(hosts) > 1:
@@ -139,6 +140,14 @@ def _refuse_for_experiment(experiment: Path, args: tuple[str, ...], options: Pro
         )
     for option, key in options.given():
         raise UsageError(f"{option} is for scripts (….py): write `{key}:` in {experiment} or in its profile")
+
+
+def _refuse_other_programs(experiment: Path) -> None:
+    if experiment.suffix not in (".yaml", ".yml"):
+        raise UsageError(
+            f"{quoted(str(experiment))} is neither an experiment (….yaml) nor a script (….py): another "
+            "program runs with orch exec NAME -- COMMAND, one of yours from a script or a payload"
+        )
 
 
 @click.command()

@@ -58,6 +58,9 @@ class TestBadInput:
         ("words", "parts"),
         [
             (["run"], ("'FILE'", "orch run --help")),
+            (["run", "go.sh", "--host", "here"], ("'go.sh' is neither an experiment", "orch exec NAME --")),
+            (["hosts", "add", "here", "root@box"], ("there is a host 'here' already: change it in",)),
+            (["hosts", "add", "new", "ssh://root@box"], ("'ssh://root@box' is not [USER@]HOST[:PORT]",)),
             (["rerun"], ("'RUN'", "orch rerun --help")),
             (["exec", "here"], ("COMMAND", "orch exec --help")),
             (["gc", "--host"], ("--host", "orch gc --help")),

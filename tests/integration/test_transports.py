@@ -25,7 +25,6 @@ from orchestrator.errors import (
     HostKeyChanged,
     HostUnfit,
     OrchError,
-    ProtocolError,
     Unreachable,
     UsageError,
 )
@@ -543,7 +542,7 @@ CLASSES: dict[str, type[OrchError]] = {
     "ConfigParseError": UsageError,
     "CouldNotCanonicalize": UsageError,
     "IncompatiblePeer": HostUnfit,
-    "MessageOrderError": ProtocolError,
+    "MessageOrderError": HostUnfit,
 }
 
 

@@ -479,3 +479,10 @@ def test_no_record_of_a_host_breaks_the_outcome(records: list[dict[str, Any]]) -
     assert judge(outcome, Expectation()).name in NAMES
     for number in (outcome.pid, outcome.exit_code, outcome.signal):
         assert number is None or abs(number) < 2**63
+
+
+def test_a_run_that_asked_for_no_card_and_misses_one_is_told_so() -> None:
+    missing = {"kind": "exception", "type": "builtins.RuntimeError", "message": "No CUDA GPUs are available"}
+    for devices, notes in (([], ("the run asked for no card, so it sees none; see devices:",)), (["0"], ())):
+        job = {"alloc_conf": None, "devices": devices}
+        assert outcome_of([{"kind": "segment", "job": job}, missing]).notes == notes
