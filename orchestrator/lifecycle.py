@@ -34,7 +34,7 @@ from orchestrator.errors import OrchError
 from orchestrator.experiment import Bounds, Expectation
 from orchestrator.fields import devices_text
 from orchestrator.supervisor import ranks
-from orchestrator.text import did_you_mean
+from orchestrator.text import did_you_mean, gib
 
 Record = Mapping[str, Any]
 
@@ -264,8 +264,6 @@ def outcome_of(records: Iterable[Record]) -> Outcome:
     asked, missing, others_cut, sampled = (
         found.pop(name, None) for name in ("asked", "missing", "others_cut", "sampled")
     )
-    if not (asked or {}).get("devices") and _NO_CARDS in (found.get("exception_message") or ""):
-        _note(found, "the run asked for no card, so it sees none; see devices:")
     names = found.pop("card_names", {})
     found["card_use"] = tuple(
         _card_use(uuid, names.get(uuid, uuid), sums) for uuid, sums in (sampled or {}).items()
@@ -279,6 +277,8 @@ def outcome_of(records: Iterable[Record]) -> Outcome:
         for name, value in told.items()
     }
     found |= _exception(found.pop("exceptions"), found.get("first_proc"))
+    if not (asked or {}).get("devices") and _NO_CARDS in (found.get("exception_message") or ""):
+        _note(found, "the run asked for no card, so it sees none; see devices:")
     is_cut = missing is not None and others_cut != 0
     if missing is not None:
         what = "what they said of metrics, facts and exceptions is not known" if is_cut else "output, no more"
@@ -400,7 +400,7 @@ def _unproven(asked: Mapping[str, Any], proofs: set[tuple[str, str]]) -> Iterabl
     if asked.get("devices") and (who := silent("devices")):
         yield f"devices {devices_text(asked['devices'])} were asked for, and {who} used CUDA"
     if asked.get("memory_limit_bytes") and (who := silent("memory_limit")):
-        yield f"a memory limit of {_gib(asked['memory_limit_bytes'])} was asked for, and {who} reported one"
+        yield f"a memory limit of {gib(asked['memory_limit_bytes'])} was asked for, and {who} reported one"
 
 
 def _read_segment(found: dict[str, Any], record: Record) -> None:
@@ -613,10 +613,6 @@ def _rank(proc: str) -> int:
     """Returns a process's rank, 0 for one without."""
     number = proc.removeprefix("rank")
     return int(number) if number.isdecimal() and len(number) < 4 else 0
-
-
-def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / 1024**3:.2f} GiB"
 
 
 def _peak(proc: str, item: Record) -> Peak:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from orchestrator.errors import UsageError
 
-__all__ = ["check_name", "check_text", "counted", "did_you_mean", "printable", "quoted", "size_text"]
+__all__ = ["check_name", "check_text", "counted", "did_you_mean", "gib", "printable", "quoted", "size_text"]
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -78,6 +78,11 @@ def _visible(character: str) -> str:
 def counted(count: int, noun: str) -> str:
     """Returns a number with its noun."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def gib(size_bytes: float) -> str:
+    """Returns a size in GiB, as memory of cards is compared."""
+    return f"{size_bytes / 1024**3:.2f} GiB"
 
 
 def size_text(size_bytes: int) -> str:

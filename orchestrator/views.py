@@ -25,7 +25,7 @@ from orchestrator.job import program_of, setup_text
 from orchestrator.ledger import RunRow
 from orchestrator.lifecycle import CardUse, Device, MemoryLimit, Outcome, Peak, Verdict, is_terminal
 from orchestrator.observed import Observed
-from orchestrator.text import counted, printable, size_text
+from orchestrator.text import counted, gib, printable, size_text
 
 if TYPE_CHECKING:  # a log's first line does not wait for rich
     from rich.table import Table
@@ -34,7 +34,6 @@ if TYPE_CHECKING:  # a log's first line does not wait for rich
     from orchestrator.artifact_folder import Fetched
     from orchestrator.remote_artifacts import Artifact
 
-_GIB = 1024**3
 _GOOD, _BAD, _OPEN = "green", "bold red", "cyan"
 
 
@@ -230,7 +229,7 @@ def _result(
     yield "times", (_times(row, outcome),)
     rss = outcome.peak_rss_bytes
     where = "in the largest process" if (row.job.get("processes") or 1) > 1 else "resident"
-    peaks = (*map(_peak, outcome.peak_memory), *(() if rss is None else (f"host {_gib(rss)} {where}",)))
+    peaks = (*map(_peak, outcome.peak_memory), *(() if rss is None else (f"host {gib(rss)} {where}",)))
     if peaks:
         yield "peak memory", peaks
     if outcome.metrics:
@@ -315,12 +314,12 @@ def _provenance(row: RunRow) -> str:
 
 
 def _device(device: Device) -> str:
-    size = "" if device.total_bytes is None else f", {_gib(device.total_bytes)}"
+    size = "" if device.total_bytes is None else f", {gib(device.total_bytes)}"
     return f"cuda:{device.index} is {device.name} ({device.uuid}{size})"
 
 
 def _use(use: CardUse) -> str:
-    parts = [f"at most {_gib(use.most_used_bytes)} in use"]
+    parts = [f"at most {gib(use.most_used_bytes)} in use"]
     if use.utilisation_percent is not None:
         parts.append(f"{use.utilisation_percent:.0f} % busy on average")
     if use.most_temperature_c is not None:
@@ -331,13 +330,13 @@ def _use(use: CardUse) -> str:
 def _memory_limit(asked_bytes: int, limits: Sequence[MemoryLimit]) -> tuple[str, ...]:
     """Returns what each allocator may take of a card that is made to look smaller."""
     if not limits:
-        return (f"asked: {_gib(asked_bytes)}", "effective: not reported")
-    kept = [f"the allocator of {limit.card} may take {_gib(limit.allocator_bytes)}" for limit in limits]
-    return (f"{_gib(asked_bytes)}, simulated; out-of-memory messages show the real capacity", *kept)
+        return (f"asked: {gib(asked_bytes)}", "effective: not reported")
+    kept = [f"the allocator of {limit.card} may take {gib(limit.allocator_bytes)}" for limit in limits]
+    return (f"{gib(asked_bytes)}, simulated; out-of-memory messages show the real capacity", *kept)
 
 
 def _peak(peak: Peak) -> str:
-    return f"{peak.card} {_gib(peak.allocated_bytes)} allocated, {_gib(peak.reserved_bytes)} reserved"
+    return f"{peak.card} {gib(peak.allocated_bytes)} allocated, {gib(peak.reserved_bytes)} reserved"
 
 
 def _parameters(params: object) -> str:
@@ -372,10 +371,6 @@ def _artifact_lines(artifacts: Mapping[str, Sequence[Fetched]]) -> Iterator[str]
     for to, files in artifacts.items():
         size = size_text(sum(file.size_bytes for file in files))
         yield f"{counted(len(files), 'file')}, {size}, in {to}"
-
-
-def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / _GIB:.2f} GiB"
 
 
 def _times(row: RunRow, outcome: Outcome) -> str:

@@ -10,6 +10,8 @@ import re
 import stat
 from typing import Any, Dict, List, Optional, Sequence
 
+from . import processes
+
 LIBRARY_FOLDERS = (
     "/usr/lib/x86_64-linux-gnu",
     "/usr/lib/aarch64-linux-gnu",
@@ -40,7 +42,7 @@ def look(
 
 
 def _kernel_version(path: str) -> Optional[str]:
-    found = re.search(r"Kernel Module\s+(?:for \S+\s+)?(\d+(?:\.\d+)+)", _read(path))
+    found = re.search(r"Kernel Module\s+(?:for \S+\s+)?(\d+(?:\.\d+)+)", processes.read_text(path))
     return found.group(1) if found else None
 
 
@@ -55,13 +57,13 @@ def _library_version(folders: Sequence[str]) -> Optional[str]:
 
 
 def _is_card(folder: str) -> bool:
-    is_display = _read(os.path.join(folder, "class")).startswith(_DISPLAY_CLASS)
-    return is_display and _read(os.path.join(folder, "vendor")).strip() == _VENDOR
+    is_display = processes.read_text(os.path.join(folder, "class")).startswith(_DISPLAY_CLASS)
+    return is_display and processes.read_text(os.path.join(folder, "vendor")).strip() == _VENDOR
 
 
 def _major_of(driver: str, path: str) -> Optional[int]:
     """Returns the number that the kernel gave a character device's driver; each boot may change it."""
-    for line in _read(path).partition("Block devices")[0].splitlines():
+    for line in processes.read_text(path).partition("Block devices")[0].splitlines():
         number, _, name = line.strip().partition(" ")
         if name == driver:
             return int(number)
@@ -93,11 +95,3 @@ def _names(folder: str) -> List[str]:
         return sorted(os.listdir(folder))
     except OSError:
         return []
-
-
-def _read(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read()
-    except OSError:
-        return ""

@@ -195,17 +195,17 @@ def _can_enter(path: str) -> bool:
 def _container(root: str = "/") -> Dict[str, Any]:
     """Returns which kind of container this is, None for none, and the name of its first process."""
     kind = processes.environment(1).get("container")
-    kind = kind or _read(os.path.join(root, "run/systemd/container")).strip() or None
+    kind = kind or processes.read_text(os.path.join(root, "run/systemd/container")).strip() or None
     for mark, name in (("run/.containerenv", "podman"), (".dockerenv", "docker")):
         if kind is None and os.path.exists(os.path.join(root, mark)):
             kind = name
-    return {"kind": kind, "init": _read("/proc/1/comm").strip()}
+    return {"kind": kind, "init": processes.read_text("/proc/1/comm").strip()}
 
 
 def _unreaped() -> Dict[Tuple[int, int], str]:
     """Returns the ended processes whose parent is process 1, by pid and start time, with their names."""
     return {
-        (process.pid, process.started): _read("/proc/%d/comm" % process.pid).strip()
+        (process.pid, process.started): processes.read_text("/proc/%d/comm" % process.pid).strip()
         for process in processes.everything()
         if process.parent == 1 and process.state == "Z"
     }
@@ -297,18 +297,10 @@ def _alloc_conf() -> List[Dict[str, str]]:
         if env.get(name)
     ]
     for path in _PROFILES:
-        text = _read(os.path.expanduser(path))
+        text = processes.read_text(os.path.expanduser(path))
         found += [
             {"place": path, "name": name}
             for name in names
             if re.search(r"^[^#\n]*\b%s=" % name, text, re.MULTILINE)
         ]
     return found
-
-
-def _read(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read()
-    except OSError:
-        return ""

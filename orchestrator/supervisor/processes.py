@@ -54,7 +54,7 @@ def identity(pid: int) -> Dict[str, Any]:
 
 def boot_id() -> str:
     """Returns what names the time since this host's kernel was started."""
-    return _read("/proc/sys/kernel/random/boot_id").strip()
+    return read_text("/proc/sys/kernel/random/boot_id").strip()
 
 
 def command_line(pid: int) -> List[str]:
@@ -178,7 +178,7 @@ class OomCounter:
     def _choose(self, cgroup: Optional[str]) -> "tuple[str, str]":
         if cgroup is not None and os.path.exists(os.path.join(cgroup, "memory.events")):
             return os.path.join(cgroup, "memory.events"), "cgroup"
-        for line in _read("/proc/self/cgroup").splitlines():
+        for line in read_text("/proc/self/cgroup").splitlines():
             _, controllers, path = line.split(":", 2)
             for folder in ("/sys/fs/cgroup", "/sys/fs/cgroup/unified") if not controllers else ():
                 events = folder + path.rstrip("/") + "/memory.events"
@@ -191,7 +191,7 @@ class OomCounter:
         return "/proc/vmstat", "host"
 
     def _count(self) -> Optional[int]:
-        for line in _read(self._path).splitlines():
+        for line in read_text(self._path).splitlines():
             name, _, value = line.partition(" ")
             if name == "oom_kill":
                 return int(value)
@@ -233,7 +233,8 @@ def _read_bytes(path: str) -> bytes:
         return b""
 
 
-def _read(path: str) -> str:
+def read_text(path: str) -> str:
+    """Returns what a file says, nothing of one that cannot be read."""
     return _read_bytes(path).decode("utf-8", "replace")
 
 
