@@ -99,8 +99,7 @@ def waiting_note(record: Mapping[str, Any], run_id: str) -> str | None:
         names = ", ".join(map(str, ahead)) if isinstance(ahead, list) and ahead else "others"
         return f"run {run_id} waits for its turn in {record.get('queue')}, behind {names}"
     if record.get("kind") == "preparing":
-        by = f"run {record['by']} has" if record.get("by") else "others have"
-        return f"run {run_id} waits until {by} prepared {record.get('file')}"
+        return f"run {run_id} waits {_awaited(record)}"
     if record.get("kind") == "turn":
         waited_s = record.get("waited_s")
         after = f" after {waited_s:.0f} s" if isinstance(waited_s, float) else ""
@@ -148,3 +147,14 @@ def _cells(row: str) -> Iterator[tuple[str, int]]:
 @lru_cache(maxsize=64)
 def _source(host: str, run_id: str, proc: str, stream: str) -> str:
     return printable(f"{host} {run_id[:_RUN_ID_SHOWN]}/{proc}.{stream}")
+
+
+def _awaited(preparing: Mapping[str, Any]) -> str:
+    file, by, users = preparing.get("file"), preparing.get("by"), preparing.get("users")
+    if isinstance(users, list):
+        return f"for runs that use {file}" + (": " + ", ".join(map(str, users)) if users else "")
+    if not by:
+        return f"until others have prepared {file}"
+    if preparing.get("left"):
+        return f"for what is left of run {by}, which was to prepare {file}; `orch cancel {by}` ends that"
+    return f"until run {by} has prepared {file}"

@@ -7,8 +7,11 @@ Everything else must lie below ``root``, since it is shipped.
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import shlex
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -45,15 +48,14 @@ def find_setup_files(root: Path, prefix: str, setup: Setup) -> list[ShippedFile]
     """
     found = _Found(root.resolve(), prefix)
     main = root / setup.path
-    found.add(main, setup.where)
+    found.add(main, setup.where, is_read=True)
     if setup.kind == "script":
-        with main.open("rb") as file:
-            if not file.read(4).startswith(_PROGRAMS):
-                raise PayloadRefused(
-                    f"{setup.where}: {setup.path} is executed as it is: begin it with #! and its interpreter"
-                )
+        if not _read(main, setup.where, 4).startswith(_PROGRAMS):
+            raise PayloadRefused(
+                f"{setup.where}: {setup.path} is executed as it is: begin it with #! and its interpreter"
+            )
     else:
-        _follow(found, main)
+        _follow(found, main, setup.where)
     files = list(found.files.values())
     check_sizes(files)
     return files
@@ -65,13 +67,10 @@ class _Found:
         self._prefix = prefix
         self.files: dict[str, ShippedFile] = {}
 
-    def add(self, path: Path, where: str) -> bool:
-        """Adds a file, or all that a folder holds; tells whether anything was new."""
+    def add(self, path: Path, where: str, *, is_read: bool = False) -> bool:
+        """Adds a file, or all that a folder holds unless one ``is_read``; tells whether anything was new."""
         shown = printable(str(path))
-        try:
-            source = path.resolve(strict=True)
-        except (OSError, RuntimeError):
-            raise PayloadRefused(f"{where}: there is no {shown}") from None
+        source, status = _look(path, where)
         is_all = source == self._root and not self._prefix
         if is_all or not source.is_relative_to(self._root):
             raise PayloadRefused(
@@ -81,30 +80,58 @@ class _Found:
         if any(map(is_excluded, inside.parts)):
             raise PayloadRefused(f"{where}: {shown}: a file of this name is never shipped: rename it")
         name = (Path(self._prefix) / inside).as_posix()
-        new = [ShippedFile(path=name, source=source, size_bytes=source.stat().st_size)]
-        if source.is_dir():
-            new = find_files(source, name).files
-        elif not source.is_file():
+        new = [ShippedFile(path=name, source=source, size_bytes=status.st_size)]
+        if stat.S_ISDIR(status.st_mode):
+            new = _files_below(source, name, f"{where}: {shown}", is_read)
+        elif not stat.S_ISREG(status.st_mode):
             raise PayloadRefused(f"{where}: {shown} is neither a file nor a folder")
+        elif not os.access(source, os.R_OK):
+            raise PayloadRefused(f"{where}: {shown} cannot be read: {os.strerror(errno.EACCES)}")
         is_new = any(file.path not in self.files for file in new)
         self.files.update((file.path, file) for file in new)
         return is_new
 
 
-def _follow(found: _Found, main: Path) -> None:
-    waiting = [main]
+def _look(path: Path, where: str) -> tuple[Path, os.stat_result]:
+    """Returns where a path leads and what is there."""
+    shown = printable(str(path))
+    try:
+        source = path.resolve(strict=True)
+        return source, source.stat()
+    except FileNotFoundError:
+        is_link = path.is_symlink()
+        text = f"{shown} is a symlink that leads nowhere" if is_link else f"there is no {shown}"
+    except RuntimeError:  # Python 3.11 and 3.12
+        text = f"{shown} is a symlink to itself"
+    except (OSError, ValueError) as error:
+        text = f"{shown} cannot be read: {_why(error)}"
+    raise PayloadRefused(f"{where}: {text}")
+
+
+def _files_below(folder: Path, name: str, shown: str, is_read: bool) -> list[ShippedFile]:
+    if is_read:
+        raise PayloadRefused(f"{shown} is a folder: name a file")
+    try:
+        return find_files(folder, name).files
+    except PayloadRefused as error:
+        raise PayloadRefused(f"{shown}: {error}") from None
+
+
+def _follow(found: _Found, main: Path, where: str) -> None:
+    waiting = [(main, where)]
     while waiting:
-        file = waiting.pop()
-        for named in _named_in(file):
+        file, where = waiting.pop()
+        for named in _named_in(file, where):
             path = (file.parent if named.is_file else main.parent) / named.path
-            is_new = found.add(path, f"{printable(str(file))}:{named.line}")
+            here = f"{printable(str(file))}:{named.line}"
+            is_new = found.add(path, here, is_read=named.is_file)
             if named.is_file and is_new:
-                waiting.append(path)
+                waiting.append((path, here))
 
 
-def _named_in(file: Path) -> Iterator[_Named]:
-    """Yields the local paths that a requirements file names."""
-    for number, line in _lines(file):
+def _named_in(file: Path, where: str) -> Iterator[_Named]:
+    """Yields the local paths that a requirements file names; ``where`` that one is named."""
+    for number, line in _lines(file, where):
         option = _OPTION.match(line)
         if option:
             kind, text = option.groups()
@@ -119,12 +146,25 @@ def _named_in(file: Path) -> Iterator[_Named]:
             yield _Named(re.sub(r"\[[^\]]*\]$", "", target), number, is_file)
 
 
-def _lines(file: Path) -> Iterator[tuple[int, str]]:
+def _read(file: Path, where: str, most: int = -1) -> bytes:
+    try:
+        with file.open("rb") as opened:
+            return opened.read(most)
+    except OSError as error:
+        raise PayloadRefused(f"{where}: {printable(str(file))} cannot be read: {_why(error)}") from error
+
+
+def _why(error: OSError | ValueError) -> str:
+    return str(getattr(error, "strerror", None) or error)
+
+
+def _lines(file: Path, where: str) -> Iterator[tuple[int, str]]:
     """Yields the logical lines with their numbers, without comments."""
     try:
-        text = file.read_text("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise PayloadRefused(f"{printable(str(file))}: cannot be read as requirements: {error}") from error
+        text = _read(file, where).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        shown = printable(str(file))
+        raise PayloadRefused(f"{where}: {shown} cannot be read as requirements: {error}") from error
     pending, first = "", 1
     for number, line in enumerate(text.splitlines(), 1):
         first = first if pending else number

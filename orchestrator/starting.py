@@ -186,7 +186,8 @@ def launch(
             workspace.ledger.update(run_id, reason=str(error))
             raise
         note_started(folder, plan.host, started, talk)
-        has_to_wait = preparers or plan.job["devices"]
+        job = plan.job
+        has_to_wait = preparers or job["devices"] or job.get("setup") or job.get("prepares")
         (workspace.ledger.mark_queued if has_to_wait else workspace.ledger.mark_running)(run_id)
         watcher.shipped(started)
     transport = starter.transport
@@ -260,7 +261,7 @@ def _launch_preparations(
                 raise
             talk.close()
             note_started(folder, plan.host, started, talk)
-            workspace.ledger.mark_running(run_id)
+            workspace.ledger.mark_queued(run_id)
         preparers = (*preparers, run_id)
         watcher.preparing(run_id, setup_text(plan.job["setup"][place]))
     return preparers

@@ -19,6 +19,8 @@ from orchestrator.cli.terminal import Screen
 from orchestrator.cli.terminal import show as show_table
 from orchestrator.errors import HostError, RecordsAltered, StorageError, UsageError
 from orchestrator.fields import parse_grace
+from orchestrator.job import program_of
+from orchestrator.lifecycle import State
 from orchestrator.workspace import Workspace
 
 
@@ -100,6 +102,7 @@ def cancel(run: str, grace_s: float | None, inventory: Path | None, as_json: boo
         run_id = runs.resolve(workspace, run)
         screen = Screen()
         stopped = runs.cancel(workspace, run_id, grace_s=grace_s)
+        _tell_of_preparations(workspace, run_id, screen)
         for process in stopped.ended:
             screen.note(f"ended, though its supervisor was gone: {process}")
         if not stopped.asked and not stopped.ended:
@@ -121,6 +124,15 @@ def cancel(run: str, grace_s: float | None, inventory: Path | None, as_json: boo
         for process in survivors:
             screen.note(f"could not be ended: {process}")
         return 0 if has_ended and not survivors else 1
+
+
+def _tell_of_preparations(workspace: Workspace, run_id: str, screen: Screen) -> None:
+    """Says which runs still prepare something for one that is cancelled: others may wait for them too."""
+    for row in workspace.ledger.group(run_id):
+        is_open = row.run_id != run_id and row.job.get("prepares") and not runs.is_settled(row)
+        if is_open and runs.refresh(workspace, row.run_id).row.state in (State.QUEUED, State.RUNNING):
+            what = program_of(row.job).text
+            screen.note(f"run {row.run_id} goes on to prepare {what}; `orch cancel {row.run_id}` ends it")
 
 
 def _follow_to_the_end(workspace: Workspace, run_id: str) -> None:

@@ -236,7 +236,8 @@ def _show_records(workspace: Workspace, watcher: RunWatcher, records: Iterable[R
     lines = LineAssembler(host=watcher.host, run_id=watcher.run_id)
     for record in records:
         runs.note_begin(workspace, watcher.run_id, record)
-        if (note := waiting_note(record, watcher.run_id)) is not None:
+        is_known = record["kind"] == "preparing" and record.get("by") in watcher.preparers
+        if not is_known and (note := waiting_note(record, watcher.run_id)) is not None:
             screen.note(note)
         for line in lines.feed(record):
             screen.line(render(line, colour=screen.colour, columns=screen.columns))

@@ -12,6 +12,7 @@ import os
 import shutil
 import stat
 import time
+from contextlib import suppress
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 from . import locks
@@ -189,7 +190,7 @@ def _sweep_environments(root: str, gone: Set[str], is_real: bool) -> Iterator[It
     """
     users: Dict[str, int] = {}
     for name in run_names(root):
-        for digest in _environments_of(RunDir(root, name)) if name not in gone else ():
+        for digest in RunDir(root, name).environments if name not in gone else ():
             users[digest] = users.get(digest, 0) + 1
     for name, path, status in _folders(os.path.join(root, "envs")):
         try:
@@ -208,23 +209,19 @@ def _sweep_environments(root: str, gone: Set[str], is_real: bool) -> Iterator[It
         yield dict(_item("environment", name, size, why_kept), age_s=age_s)
 
 
-def _environments_of(run: RunDir) -> List[str]:
-    noted = run.manifest
-    found = noted.get("envs") if isinstance(noted, dict) else None
-    return [str(digest) for digest in found] if isinstance(found, list) else []
-
-
 def _remove_environment(root: str, path: str, is_real: bool) -> Optional[str]:
     """Returns why it stays or None; who waits for the lock finds out that its file has gone."""
     lock = path + ".lock"
     fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        if not locks.take(fd, exclusive=True):
+        if locks.is_held(path + ".next") or not locks.take(fd, exclusive=True):
             return "a run is using or preparing it"
         if not is_real:
             return None
         aside = _put_aside(root, path)
         os.unlink(lock)
+        with suppress(FileNotFoundError):
+            os.unlink(path + ".next")  # of one that was ended while it waited to prepare it
     finally:
         os.close(fd)
     return _delete(aside)

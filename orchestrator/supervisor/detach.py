@@ -119,7 +119,7 @@ def _supervise(
             "start", identity=me, python=sys.version.split()[0], executable=sys.executable, subreaper=reaps
         )
         place = cgroups.place(run.run_id)  # noted before it is made: whoever finds the run finds it too
-        has_to_wait = job.get("turn") or job["devices"]
+        has_to_wait = job.get("turn") or job["devices"] or job.get("setup") or job.get("prepares")
         run.change_state("waiting" if has_to_wait else "running", identity=me, cgroup=place)
         cgroup = cgroups.make(place)
         if cgroup != place:

@@ -142,7 +142,7 @@ class Job:
             return True
         began = time.monotonic()
         if not needs.try_take():
-            self._writer.write("preparing", file=needs.waits_for, by=needs.by)
+            self._writer.write("preparing", **needs.awaited)
             self._run.change_state("waiting")
             while not needs.try_take():
                 self._step(PREPARING_PAUSE_S)

@@ -22,6 +22,16 @@ _stopped: List[bool] = []
 def main(argument: str) -> int:
     """Does what ``argument`` asks for; returns the exit code."""
     asked = json.loads(argument)
+    try:
+        return _prepare(asked)
+    except OSError as error:
+        folder = asked["folder"]
+        if isinstance(error, FileNotFoundError) and not os.path.isdir(folder):
+            return _fail("%s has gone while it was being prepared: somebody removed it" % folder)
+        return _fail("cannot prepare in %s: %s" % (folder, error))
+
+
+def _prepare(asked: Dict[str, Any]) -> int:
     folder = asked["folder"]
     done = os.path.join(folder, "done")
     if os.path.exists(done):
@@ -32,13 +42,14 @@ def main(argument: str) -> int:
     signal.signal(signal.SIGTERM, lambda *_: _stopped.append(True))
     _clear(folder)
     os.makedirs(folder, mode=0o700)
-    code = 1
+    is_made = False
     try:
-        code = _install(asked) if asked["kind"] == "requirements" else _run_script(asked["file"])
+        code = _install(asked) if asked["kind"] == "requirements" else _run_script(asked)
         if code == 0:
             _write(done, dict(asked["note"], t=time.time()))
+            is_made = True
     finally:
-        if code != 0:
+        if not is_made:
             _clear(folder)
     return code
 
@@ -56,18 +67,20 @@ def _install(asked: Dict[str, Any]) -> int:
     options = ["--without-pip"] if has_pip else []
     if asked["system_packages"] and _sees_system():
         options.append("--system-site-packages")
-    code = _call([sys.executable, "-I", "-m", "venv", *options, asked["folder"]])
+    code = _call([sys.executable, "-I", "-m", "venv", *options, asked["folder"]], asked["locks"])
     if code != 0:
         return code
     if asked["system_packages"] and sys.prefix != sys.base_prefix:
         _stand_upon_this(asked["folder"])
     python = os.path.join(asked["folder"], "bin", "python")
     pip = [python, "-I", "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
-    return _call([*pip, "-r", os.path.basename(asked["file"])], os.path.dirname(asked["file"]))
+    folder, name = os.path.split(asked["file"])
+    return _call([*pip, "-r", name], asked["locks"], folder)
 
 
-def _run_script(path: str) -> int:
-    return _call(["./" + os.path.basename(path)], os.path.dirname(path))
+def _run_script(asked: Dict[str, Any]) -> int:
+    folder, name = os.path.split(asked["file"])
+    return _call(["./" + name], asked["locks"], folder)
 
 
 def _sees_system() -> bool:
@@ -90,19 +103,40 @@ def _stand_upon_this(folder: str) -> None:
         file.writelines("import site; site.addsitedir(%r)\n" % path for path in seen)
 
 
-def _call(arguments: List[str], cwd: str = "/") -> int:
+def _call(arguments: List[str], locks: List[int], cwd: str = "/") -> int:
     """Runs a program with our streams; returns its exit code, 128 + n for signal n.
 
-    A request to stop reaches the program too: we see it end, and begin no other.
+    It inherits the ``locks``: should we be killed, nobody begins before it has ended. A request to stop
+    reaches it too: we see it end, and begin no other.
     """
     if _stopped:
         return 128 + signal.SIGTERM
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     try:
-        code = subprocess.Popen(arguments, cwd=cwd, env=env).wait()
+        code = subprocess.Popen(arguments, cwd=cwd, env=env, pass_fds=locks).wait()
     except OSError as error:
-        return _fail("cannot start %s: %s" % (arguments[0], error))
+        return _fail("cannot start %s: %s" % (arguments[0], _why(os.path.join(cwd, arguments[0]), error)))
     return code if code >= 0 else 128 - code
+
+
+def _why(program: str, error: OSError) -> str:
+    """Returns why ``program`` cannot be executed: the kernel says the same of one that is not there and of
+    one that is, whose interpreter is not.
+    """
+    if not os.access(program, os.X_OK):
+        return str(error.strerror)
+    with open(program, "rb") as file:
+        first = file.readline(256)
+    words = first[2:].strip(b" \t\n").split(None, 1) if first.startswith(b"#!") else []
+    if not words:
+        what = (
+            "its #! line names no interpreter" if first.startswith(b"#!") else "nothing here can execute it"
+        )
+        return "%s: %s" % (what, error.strerror)
+    named = os.fsdecode(words[0])
+    if b"\r" in first:
+        return "its lines end in CR LF, so that the interpreter of its #! line would be %r" % (named + "\r")
+    return "%s, the interpreter of its #! line: %s" % (named, error.strerror)
 
 
 def _fail(message: str) -> int:

@@ -95,6 +95,13 @@ class RunDir:
         """What `note_manifest` noted, or None."""
         return _load(os.path.join(self.path, "manifest.json"))
 
+    @property
+    def environments(self) -> List[str]:
+        """The digests of the prepared environments that the run uses or makes, as it noted them."""
+        noted = self.manifest
+        found = noted.get("envs") if isinstance(noted, dict) else None
+        return [str(digest) for digest in found] if isinstance(found, list) else []
+
     def open_control(self) -> int:
         """Returns the control pipe's reading end; it stays open for writers to come and go."""
         return os.open(self._control, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import venv
 import zipfile
 from pathlib import Path
 
-from tests.project import Project
+from tests.project import Project, wait_until
 
 NEEDS = {"script": "setup.sh"}
 
@@ -55,6 +56,7 @@ def test_requirements_are_installed_once_upon_the_packages_that_the_host_has(pro
     assert "Successfully installed greeter-1.0" in project.output(preparation["run_id"])
     assert f"here {preparation['run_id'][:8]}/main.stdout:" in done.err
     assert f"run {preparation['run_id']} has prepared requirements probe/needs.txt" in done.err
+    assert "waits until" not in done.err, "that is over when the run itself is shown"
     assert f"probe/needs.txt, by run {preparation['run_id']}" in project.orch("show", "last").out
 
     again = project.orch("run", path, "--host", "here", "--json")
@@ -110,6 +112,55 @@ def test_prepare_is_for_what_is_there_to_be_prepared_and_can_make_it_anew(projec
     assert project.orch("prepare", "here", "--force").code == 0
     assert (project.folder / "made").read_text() == "by the host\n" * 2
     assert "environment" in project.orch("gc", "--host", "here").out
+
+
+def test_a_cancelled_run_says_that_its_preparation_goes_on_and_how_to_end_it(project: Project) -> None:
+    _script(project, f"while [ ! -e '{project.folder}/go' ]; do sleep 0.05; done")
+    path = project.experiment("print('ran')", setup=NEEDS)
+    left = project.orch("run", path, "--host", "here", "--detach")
+    assert left.code == 0, left.err
+    run_id = left.out.split()[0]
+    preparer = next(run["run_id"] for run in project.runs() if run["run_id"] != run_id)
+    cancelled = project.orch("cancel", run_id)
+    note = f"run {preparer} goes on to prepare script probe/setup.sh; `orch cancel {preparer}` ends it"
+    assert note in cancelled.err
+    assert project.orch("cancel", preparer).code == 0
+    assert "goes on" not in project.orch("cancel", run_id).err
+
+
+def test_a_forced_preparation_is_queued_behind_the_runs_that_it_names(project: Project) -> None:
+    _script(project, "true")
+    waits = f"""
+        import os, time
+        while not os.path.exists({str(project.folder / "go")!r}): time.sleep(0.05)
+        """
+    path = project.experiment(waits, setup=NEEDS)
+    user = project.orch("run", path, "--host", "here", "--detach").out.split()[0]
+    wait_until(lambda: (user, "running") in _states(project), "the run has begun")
+    with project.start("prepare", "here", path, "--force") as forced:
+        wait_until(lambda: "queued" in dict(_states(project)).values(), "the preparation waits")
+        preparer = next(run_id for run_id, state in _states(project) if state == "queued")
+        later = project.orch("run", path, "--host", "here", "--detach").out.split()[0]
+        (project.folder / "go").touch()
+        _, said = forced.communicate(timeout=30)
+    assert forced.returncode == 0, said
+    assert f"run {preparer} waits for runs that use probe/setup.sh: {user}\n" in said.decode()
+    assert project.orch("wait", later).code == 0
+    (awaited,) = [record for record in project.records(later) if record["kind"] == "preparing"]
+    assert awaited["by"] == preparer
+
+
+def test_a_setup_that_names_a_folder_is_one_line_that_says_where(project: Project) -> None:
+    (project.folder / "payloads" / "probe" / "needs").mkdir()
+    for kind in ("script", "requirements"):
+        path = project.experiment("print('ran')", setup={kind: "needs"})
+        done = project.orch("run", path, "--host", "here")
+        assert (done.code, done.err.count("\n")) == (2, 1), done.err
+        assert re.search(r"trial\.yaml:\d+: .*needs is a folder: name a file", done.err)
+
+
+def _states(project: Project) -> list[tuple[str, str]]:
+    return [(run["run_id"], run["state"]) for run in project.runs()]
 
 
 def _pip() -> str:

@@ -11,10 +11,12 @@ import signal
 import sys
 import tempfile
 import unittest
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 from unittest import mock
 
-from orchestrator.supervisor import cleaning, prepare, processes, setups, store, wire
+from orchestrator.supervisor import cleaning, detach, prepare, processes, setups, store, wire
+from orchestrator.supervisor.program import Refused
+from orchestrator.supervisor.rundir import RunDir
 from tests.supervisor.host import HostCase, Talk, of_kind, stream_bytes
 
 OLD_S = 30 * 86400.0
@@ -60,6 +62,18 @@ class SetupCase(HostCase):
                 talk.send_raw(wire.pack({"object": sha256}, objects[sha256]))
             talk.answer = talk.header()
         return talk
+
+    def closing(self) -> None:
+        """Makes a program that closes what it inherited and does what `WAITS` does."""
+        path = os.path.join(self.plain, "closing")
+        with open(path, "w", encoding="utf-8") as file:
+            file.write("#!%s -IS\nimport os, time\nos.closerange(3, 100)\n" % sys.executable)
+            file.write("while not os.path.exists(%r): time.sleep(0.01)\n" % (self.plain + "/go"))
+            file.write("open(%r, 'a').write('made\\n')\n" % (self.plain + "/made"))
+        os.chmod(path, 0o700)
+
+    def processes_of(self, run_id: str) -> List[processes.Process]:
+        return RunDir(os.path.realpath(self.root), run_id).tree().members()
 
     def go(self) -> None:
         with open(os.path.join(self.plain, "go"), "w", encoding="utf-8"):
@@ -165,6 +179,88 @@ class TestPreparing(SetupCase):
         self.assertEqual(ending(second.rest()), ("exited", 0, ""))
         self.assertEqual(self.made(), "made\n")
 
+    def test_a_script_that_outlives_its_killed_preparation_is_waited_for(self) -> None:
+        for rest in ("", "exec %(base)s/closing\n"):  # it keeps the lock; it lets go of it
+            self.closing()
+            with self.subTest(rest):
+                script = WAITS.replace("while", rest + "while")
+                self.prepare(script).follow().until_printed(b"up")
+                first = self.run_ids[-1]
+                supervisor = processes.look(self.supervisor(first))
+                assert supervisor is not None
+                (made,) = [each for each in self.processes_of(first) if each.parent == supervisor.pid]
+                processes.send_signal([supervisor, made], signal.SIGKILL)
+                processes.wait_for_end([supervisor, made], 5.0)
+                self.assertTrue(self.processes_of(first))
+                second = self.prepare(script).follow()
+                waiting = second.until("preparing")
+                self.assertEqual((waiting["by"], waiting["left"]), (first, True))
+                self.go()
+                self.assertEqual(ending(second.rest()), ("exited", 0, ""))
+                self.assertEqual(self.made(), "made\n" * 2, "one after the other")
+                for name in ("go", "made"):
+                    os.unlink(os.path.join(self.plain, name))
+
+    def test_a_forced_preparation_says_who_uses_it_and_later_runs_wait_behind_it(self) -> None:
+        self.go()
+        self.records(self.prepare(WAITS))
+        code = "import os, time\nos.write(1, b'using')\nwhile not os.path.exists(%r): time.sleep(0.01)" % (
+            self.plain + "/end"
+        )
+        using = self.need(code, [self.spec(WAITS)]).follow()
+        using.until_printed(b"using")
+        user = self.run_ids[-1]
+        forced = self.prepare(WAITS, force=True).follow()
+        preparer = self.run_ids[-1]
+        self.assertEqual(forced.until("preparing")["users"], [user])
+        later = self.need("print('ran')", [self.spec(WAITS)]).follow()
+        self.assertEqual(later.until("preparing")["by"], preparer)
+        again = self.prepare(WAITS, force=True).follow()
+        self.assertEqual(again.until("preparing")["by"], preparer)
+        self.assertTrue(self.standing(preparer)["waiting"])
+        with open(self.plain + "/end", "w", encoding="utf-8"):
+            pass
+        self.assertEqual(ending(using.rest())[:2], ("exited", 0))
+        self.assertEqual(ending(forced.rest())[:2], ("exited", 0))
+        self.assertEqual(ending(again.rest())[:2], ("exited", 0))
+        self.assertEqual(stream_bytes(later.rest(), "stdout"), b"ran\n")
+        self.assertEqual(self.made(), "made\n" * 3)
+        self.assertFalse(os.path.exists(self.environment(WAITS).next))
+
+    def test_a_run_that_waits_for_one_environment_keeps_no_other_from_being_made_anew(self) -> None:
+        self.go()
+        base = self.spec(WAITS)
+        self.records(self.prepare(WAITS))
+        root = os.path.realpath(self.root)
+        upper = dict(base, path="probe/upper.sh")
+        run = RunDir(root, "waits")
+        lower, needed = setups.chain(root, [base, upper])
+        preparer = needed.hold(exclusive=True)
+        needs = setups.Needs(run, {"setup": [base, upper]}, ())
+        self.assertFalse(needs.try_take())
+        self.assertEqual(needs.awaited["file"], "probe/upper.sh")
+        place = lower.queue_up("next")
+        assert place is not None
+        self.assertEqual(lower.next_preparer, "next")
+        self.assertEqual(
+            cleaning._remove_environment(root, lower.path, True), "a run is using or preparing it"
+        )
+        os.close(place)
+        made_anew = lower.hold(exclusive=True)
+        assert preparer is not None
+        assert made_anew is not None
+        os.close(made_anew)
+        os.close(preparer)
+
+    def test_an_environment_that_lost_its_python_is_told_with_what_to_do(self) -> None:
+        root = os.path.realpath(self.root)
+        (broken,) = setups.chain(root, [SPEC])
+        os.makedirs(broken.path)
+        with open(broken.path + "/done", "w", encoding="utf-8") as file:
+            file.write("{}")
+        with self.assertRaisesRegex(Refused, "no program .*/bin/python: `orch prepare --force`"):
+            setups.Needs(RunDir(root, "needs"), {"setup": [SPEC]}, ()).try_take()
+
     def test_a_cancel_ends_a_preparation_and_a_run_that_waits_for_it(self) -> None:
         first = self.prepare(WAITS).follow()
         first.until_printed(b"up")
@@ -254,6 +350,24 @@ class TestDigests(unittest.TestCase):
         self.assertEqual(second._made_by.path, sys.executable)
 
 
+class TestStart(unittest.TestCase):
+    def test_a_run_that_needs_or_prepares_something_waits_from_its_start_on(self) -> None:
+        for which in ({"setup": [SPEC]}, {"prepares": SPEC}):
+            with tempfile.TemporaryDirectory() as root, contextlib.ExitStack() as stack:
+                job = dict({"run_id": "r", "bundle": "0" * 64, "devices": []}, **which)
+                run = RunDir(root, "r")
+                lock_fd, (read_fd, write_fd) = run.claim(job), os.pipe()
+                assert lock_fd is not None
+                for fd in (lock_fd, read_fd, write_fd):
+                    stack.callback(os.close, fd)
+                for name in ("cgroups.place", "cgroups.make", "processes.become_subreaper"):
+                    stack.enter_context(mock.patch("orchestrator.supervisor." + name, return_value=None))
+                stack.enter_context(mock.patch.object(detach, "Job", side_effect=InterruptedError))
+                with self.assertRaises(InterruptedError):
+                    detach._supervise(run, job, [], {}, [], write_fd)
+                self.assertEqual(run.state["state"], "waiting")
+
+
 class TestPrepareProgram(unittest.TestCase):
     def test_an_interpreter_that_makes_no_environments_is_told_in_one_line(self) -> None:
         find_spec = importlib.util.find_spec
@@ -274,6 +388,42 @@ class TestPrepareProgram(unittest.TestCase):
         self.assertIn("has no module ensurepip", said.getvalue())
         self.assertIn("apt-get install python3-venv", said.getvalue())
         self.assertEqual(said.getvalue().count("\n"), 1)
+
+    def test_what_it_starts_keeps_the_locks(self) -> None:
+        with tempfile.TemporaryDirectory() as folder, open(os.devnull, encoding="utf-8") as lock:
+            script = "#!/bin/sh\n[ ! -e /proc/self/fd/%d ] || exit 9\nexit 8\n" % lock.fileno()
+            self.said_of(folder, script.encode(), [lock.fileno()], 9)
+
+    def said_of(self, folder: str, script: bytes, locks: Sequence[int] = (), code: int = 1) -> str:
+        """Runs `prepare` with a script; returns what it says."""
+        path = folder + "/x.sh"
+        with open(path, "wb") as file:
+            file.write(script)
+        os.chmod(path, 0o755)
+        told = {"kind": "script", "file": path, "folder": folder + "/e", "locks": list(locks), "force": False}
+        with contextlib.ExitStack() as stack:
+            stack.callback(signal.signal, signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+            said = stack.enter_context(mock.patch.object(sys, "stderr", io.StringIO()))
+            self.assertEqual(prepare.main(json.dumps(dict(told, note={}))), code)
+        self.assertEqual(said.getvalue().count("\n"), int(code == 1))
+        self.assertFalse(os.path.exists(folder + "/e"))
+        return said.getvalue()
+
+    def test_a_script_that_cannot_be_executed_is_told_why(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            for script, expected in (
+                (b"#!/no/such -x\n", "/no/such, the interpreter of its #! line: No such file"),
+                (b"#! /dev/null/sh\n", "/dev/null/sh, the interpreter of its #! line: Not a directory"),
+                (b"#!/bin/sh\r\ntrue\r\n", "its lines end in CR LF"),
+                (b"\x7fELF", "nothing here can execute it: Exec format error"),
+                (b"#!\n", "its #! line names no interpreter"),
+            ):
+                self.assertIn("orch: cannot start ./x.sh: " + expected, self.said_of(folder, script))
+
+    def test_a_preparation_that_lost_its_folder_says_so_in_one_line(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            script = "#!/bin/sh\nrmdir '%s/e'\n" % folder
+            self.assertIn("has gone while it was being prepared", self.said_of(folder, script.encode()))
 
     def test_the_system_s_packages_are_seen_where_the_interpreter_itself_sees_them(self) -> None:
         with tempfile.TemporaryDirectory() as folder:

@@ -473,4 +473,11 @@ def test_who_waits_and_for_whom_is_said() -> None:
     assert waiting_note({"kind": "queued"}, RUN) is not None  # a host may say anything
     preparing = {"kind": "preparing", "by": "run3", "file": "a/r.txt"}
     assert waiting_note(preparing, RUN) == f"run {RUN} waits until run run3 has prepared a/r.txt"
+    used = {"kind": "preparing", "by": None, "file": "r.txt", "users": ["run1", "run2"]}
+    assert waiting_note(used, RUN) == f"run {RUN} waits for runs that use r.txt: run1, run2"
+    assert waiting_note({**used, "users": []}, RUN) == f"run {RUN} waits for runs that use r.txt"
+    assert waiting_note({**preparing, "left": True}, RUN) == (
+        f"run {RUN} waits for what is left of run run3, which was to prepare a/r.txt; "
+        "`orch cancel run3` ends that"
+    )
     assert waiting_note({"kind": "preparing"}, RUN) is not None

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from orchestrator import host_starter, submitting
+from orchestrator import host_starter, remote, submitting
 from orchestrator.errors import ConfigError, PayloadRefused
 from orchestrator.experiment import load_experiment
+from orchestrator.following import Watcher
 from orchestrator.inventory import Host, load_inventory
+from orchestrator.lifecycle import State
 from orchestrator.remote import Prepared
 from orchestrator.setup_files import find_setup_files
 from orchestrator.setup_form import Setup
 from orchestrator.setups import specs_of
-from orchestrator.starting import Plan, plan_preparation, plan_setup, prepare, row_of
+from orchestrator.starting import Plan, launch, plan_preparation, plan_setup, prepare, row_of
 from orchestrator.workspace import Workspace
 
 INVENTORY = """\
@@ -152,6 +156,41 @@ def test_requirements_that_cannot_be_shipped_are_refused_by_file_and_line(
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize("kind", ["requirements", "script"])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("folder", "is a folder: name a file"),
+        ("pipe", "is neither a file nor a folder"),
+        ("broken", "is a symlink that leads nowhere"),
+        ("loop", "loop|is a symlink to itself|Too many levels"),
+        ("secret", "cannot be read: Permission denied"),
+        ("gone", "there is no "),
+        ("x" * 300, "cannot be read: File name too long"),
+    ],
+)
+def test_what_is_no_file_that_can_be_read_is_refused_where_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, name: str, message: str
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, _: Path(path).name != "secret")  # root may read anything
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "broken").symlink_to("gone")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "secret").touch()
+    (tmp_path / "all.txt").write_text(f"numpy\n-r {name}\n")
+    with pytest.raises(PayloadRefused, match=rf"^x\.yaml:3: .*({message})"):
+        find_setup_files(tmp_path, "p", _setup(name, kind))
+    with pytest.raises(PayloadRefused, match=rf"^[^:]*/all\.txt:2: .*({message})"):
+        find_setup_files(tmp_path, "p", _setup("all.txt"))
+
+
+def test_requirements_that_are_no_text_are_refused_where_they_are_named(tmp_path: Path) -> None:
+    (tmp_path / "r.txt").write_bytes(b"\xff")
+    with pytest.raises(PayloadRefused, match=r"^x\.yaml:3: .*r\.txt cannot be read as requirements"):
+        find_setup_files(tmp_path, "p", _setup())
+
+
 def test_a_script_must_be_there_and_be_a_program(tmp_path: Path) -> None:
     with pytest.raises(PayloadRefused, match=r"x\.yaml:3: there is no .*s\.sh"):
         find_setup_files(tmp_path, "", _setup("s.sh", "script"))
@@ -257,3 +296,25 @@ def test_the_last_run_is_the_one_that_was_asked_for(workspace: Workspace) -> Non
     last = workspace.ledger.last()
     assert last is not None
     assert last.run_id == preparation.job["run_id"]
+
+
+def test_what_may_have_to_wait_is_queued_until_its_host_says_more(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKEN", "long enough")
+    talk = SimpleNamespace(hello={}, clock=None, close=lambda: None)
+    started = remote.Started(is_new=True, sent_files=0, sent_bytes=0)
+
+    def start(starter: Any, job: Any, *others: Any) -> Any:
+        if not job.get("prepares") and others[-1] is None:
+            raise remote.NotPrepared([0])
+        starter.transport = SimpleNamespace(close=lambda: None)
+        return started, talk
+
+    monkeypatch.setattr(host_starter.HostStarter, "start", start)
+    plan = prepare(workspace, _experiment(workspace, profile="bare").cases()[0], _host(workspace))
+    launch(workspace, plan, Watcher(), is_followed=False)
+    alone = plan_setup(workspace, _host(workspace), None, force=True)
+    assert alone is not None
+    launch(workspace, plan_preparation(workspace, alone, 0, ()), Watcher(), is_followed=False)
+    assert [row.state for row in workspace.ledger.recent(9)] == [State.QUEUED] * 3
