@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from queue import SimpleQueue
 
 from orchestrator.errors import OrchError, Unreachable
@@ -121,8 +120,14 @@ def with_preparations(workspace: Workspace, plans: Sequence[Plan]) -> Sequence[P
         by_host.setdefault(plan.host.name, []).append(plan)
     from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415  (slow to import, and seldom needed)
 
+    firsts = [mine[0] for mine in by_host.values()]
+    starters = [HostStarter(plan.host, workspace.store) for plan in firsts]
     with ThreadPoolExecutor(MOST_ASKED_AT_ONCE) as pool:
-        found = list(pool.map(partial(_lacking_places, workspace), [mine[0] for mine in by_host.values()]))
+        try:
+            found = list(pool.map(_lacking_places, starters, firsts))
+        finally:  # who leaves early waits for no host: the pool waits for its threads
+            for starter in starters:
+                starter.close()
     every: list[Plan] = []
     for mine, places in zip(by_host.values(), found, strict=True):
         if places is None:
@@ -137,12 +142,11 @@ def with_preparations(workspace: Workspace, plans: Sequence[Plan]) -> Sequence[P
     return every
 
 
-def _lacking_places(workspace: Workspace, plan: Plan) -> list[int] | None:
+def _lacking_places(starter: HostStarter, plan: Plan) -> list[int] | None:
     if not plan.job["setup"]:
         return []
     try:
-        with HostStarter(plan.host, workspace.store) as starter:
-            found = starter.prepared(plan.job["setup"])
+        found = starter.prepared(plan.job["setup"])
     except OrchError:
         return None
     return [place for place, environment in enumerate(found) if environment.made_by is None]

@@ -359,6 +359,24 @@ class ScriptedTest(HostCase):
         records = self.records(self.start(PRINT_CARDS, devices=["7"], host_env=cards.env))
         self.assertIn("nvidia-smi says: Warning: infoROM", of_kind(records, "end")[0]["reason"])
 
+    def test_of_eight_cards_a_number_takes_those_that_nobody_has(self) -> None:
+        cards = self.scripted(8)
+        holder = self.start(HOLD, devices=["7", "2"], host_env=cards.env)
+        holder.follow().until_printed(b"has it")
+        six = {"count": 6, "free_bytes": None}
+        records = self.records(self.start(PRINT_CARDS, devices=six, host_env=cards.env))
+        free = ",".join(uuid(number) for number in (0, 1, 3, 4, 5, 6))
+        self.assertEqual(stream_bytes(records, "stdout").decode(), free + "\n")
+        seven = {"count": 7, "free_bytes": None}
+        refused = self.records(
+            self.start(PRINT_CARDS, devices=seven, host_env=cards.env, waits_for_cards=False)
+        )
+        reason = of_kind(refused, "end")[0]["reason"]
+        self.assertIn("card 2 (NVIDIA H200) is held by run %s; card 7" % self.run_ids[0], reason)
+        nine = {"count": 9, "free_bytes": None}
+        refused = self.records(self.start(PRINT_CARDS, devices=nine, host_env=cards.env))
+        self.assertIn("9 cards asked for; this host has: 0 NVIDIA H200", of_kind(refused, "end")[0]["reason"])
+
     def test_what_nvidia_smi_says_is_cut(self) -> None:
         cards = self.scripted(1)
         cards.show(code=3, text="x" * 100_000)
