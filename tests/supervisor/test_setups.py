@@ -191,7 +191,8 @@ class TestPreparing(SetupCase):
                 (made,) = [each for each in self.processes_of(first) if each.parent == supervisor.pid]
                 processes.send_signal([supervisor, made], signal.SIGKILL)
                 processes.wait_for_end([supervisor, made], 5.0)
-                self.assertTrue(self.processes_of(first))
+                # A process shows no environment, and so no run, in the instant of its exec.
+                self.wait_for("what is left", lambda run=first: self.processes_of(run))
                 second = self.prepare(script).follow()
                 waiting = second.until("preparing")
                 self.assertEqual((waiting["by"], waiting["left"]), (first, True))
