@@ -154,7 +154,7 @@ class EndingTest(HostCase):
         seen = b""
         while not (printed(seen, b"nap") and printed(seen, b"up")):
             seen += next(pieces)[2]
-        self.assertGreaterEqual(len(processes.members(self.run_ids[0])), 4)
+        self.wait_for("its processes", lambda: len(processes.members(self.run_ids[0])) >= 4)
         stop = self.talk({"op": "stop", "run": self.run_ids[0], "grace_s": None})
         self.assertEqual(stop.header()["asked"], True)
         seen += b"".join(piece for _, _, piece in pieces)

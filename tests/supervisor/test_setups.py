@@ -7,6 +7,7 @@ import importlib.util
 import io
 import json
 import os
+import shlex
 import signal
 import sys
 import tempfile
@@ -66,8 +67,10 @@ class SetupCase(HostCase):
     def closing(self) -> None:
         """Makes a program that closes what it inherited and does what `WAITS` does."""
         path = os.path.join(self.plain, "closing")
-        with open(path, "w", encoding="utf-8") as file:
-            file.write("#!%s -IS\nimport os, time\nos.closerange(3, 100)\n" % sys.executable)
+        with open(path, "w", encoding="utf-8") as file:  # a #! line takes no path with a space
+            file.write("#!/bin/sh\nexec %s -IS %s.py\n" % (shlex.quote(sys.executable), shlex.quote(path)))
+        with open(path + ".py", "w", encoding="utf-8") as file:
+            file.write("import os, time\nos.closerange(3, 100)\n")
             file.write("while not os.path.exists(%r): time.sleep(0.01)\n" % (self.plain + "/go"))
             file.write("open(%r, 'a').write('made\\n')\n" % (self.plain + "/made"))
         os.chmod(path, 0o700)
