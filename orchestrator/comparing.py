@@ -18,8 +18,9 @@ from typing import Any, Final
 
 from orchestrator.bundle import Entry
 from orchestrator.ledger import MASK, RunRow
-from orchestrator.lifecycle import Outcome, Verdict
+from orchestrator.outcome import Outcome
 from orchestrator.supervisor.environment import SECRET_NAME
+from orchestrator.verdict import Verdict
 
 MOST_TEXT_BYTES = 512 * 1024
 MOST_TEXT_LINES = 20_000

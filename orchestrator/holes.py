@@ -16,7 +16,7 @@ from typing import Any
 
 from orchestrator.conversation import Cursor
 from orchestrator.errors import RecordsAltered
-from orchestrator.lifecycle import MISSING
+from orchestrator.outcome import MISSING
 from orchestrator.run_folder import Record, RunFolder
 from orchestrator.supervisor.cuts import MOST_STUB_BYTES, stub_indexes, stub_name
 from orchestrator.supervisor.seals import SEAL_LINE, SealChecker

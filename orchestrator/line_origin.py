@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Self
 from orchestrator.errors import UsageError
 from orchestrator.holes import Hole, hole_after
 from orchestrator.ledger import RunRow
-from orchestrator.lifecycle import MISSING
 from orchestrator.log_lines import LineAssembler, LogLine
 from orchestrator.log_view import line_json, utc
 from orchestrator.mirror_reader import read_records
+from orchestrator.outcome import MISSING
 from orchestrator.pins import newest_pins
 from orchestrator.run_folder import Record, RunFolder
 from orchestrator.supervisor.seals import SEAL_LINE, Seal, SealBroken, SealChecker

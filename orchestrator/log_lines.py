@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
 from orchestrator.errors import ProtocolError
-from orchestrator.lifecycle import MISSING, Record
 from orchestrator.log_text import LineText, plain_parts
+from orchestrator.outcome import MISSING, Record
 
 _FIELDS: dict[str, type | tuple[type, ...]] = {
     "proc": str,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from orchestrator.errors import RecordsAltered, UsageError
-from orchestrator.lifecycle import MISSING, Record
 from orchestrator.log_lines import Key, Source
+from orchestrator.outcome import MISSING, Record
 
 
 class RawOutput:

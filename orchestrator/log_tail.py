@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from orchestrator.lifecycle import Record
 from orchestrator.log_lines import Key, Line, LineAssembler, LogLine, Source, Stream, Streams, assemble, order
+from orchestrator.outcome import Record
 
 
 def tail(

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from orchestrator.errors import OrchError
-from orchestrator.lifecycle import Record
 from orchestrator.log_filter import LineFilter
 from orchestrator.log_lines import LineAssembler, LogLine, select
+from orchestrator.outcome import Record
 
 HOLD_S = 0.5
 LOOK_S = 0.05

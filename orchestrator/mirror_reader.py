@@ -1,7 +1,7 @@
 """The views' way into a mirror: complete records in order, from a position on, checked where it matters.
 
 A line that a crash or a full disk cut is not read until it is whole. Where the run's limit has removed
-records before they came, a record of kind `lifecycle.MISSING` stands in their place. Nothing here writes.
+records before they came, a record of kind `outcome.MISSING` stands in their place. Nothing here writes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from orchestrator.conversation import Cursor
 from orchestrator.errors import RecordsAltered
 from orchestrator.holes import Hole, cut_index, hole_after, is_complete, mirrored
-from orchestrator.lifecycle import MISSING
+from orchestrator.outcome import MISSING
 from orchestrator.pins import Pin, in_place, newest_pins, pins
 from orchestrator.run_folder import Record, RunFolder
 from orchestrator.supervisor.seals import SealBroken, SealChecker

@@ -18,10 +18,12 @@ from orchestrator.experiment import Expectation
 from orchestrator.job_rows import NotAJob, row_of
 from orchestrator.ledger import Ledger, RunRow
 from orchestrator.ledger_file import put_in_place, unused
-from orchestrator.lifecycle import Outcome, State, Verdict, judge, outcome_of
+from orchestrator.lifecycle import State
 from orchestrator.mirror_reader import checked_records
+from orchestrator.outcome import Outcome, outcome_of
 from orchestrator.run_folder import NOTED_KINDS, Record, RunFolder
 from orchestrator.supervisor.listing import FIRST_BYTES
+from orchestrator.verdict import Verdict, judge
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

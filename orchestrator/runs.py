@@ -17,14 +17,16 @@ from orchestrator.errors import HostError, OrchError, RecordsAltered, UnknownNam
 from orchestrator.experiment import Expectation
 from orchestrator.following import Following
 from orchestrator.ledger import RunRow
-from orchestrator.lifecycle import Outcome, State, Verdict
+from orchestrator.lifecycle import State
 from orchestrator.mirror import Mirror
 from orchestrator.mirror_reader import checked_records
 from orchestrator.observed import Observed
+from orchestrator.outcome import Outcome, outcome_of
 from orchestrator.remote import Standing, Stopped
 from orchestrator.run_folder import Record, RunFolder
 from orchestrator.starting import carry_out_cancel, refuse
 from orchestrator.transports import Transport, connect
+from orchestrator.verdict import Verdict, judge
 from orchestrator.workspace import Workspace
 
 GLANCE_TIMEOUT_S = 5.0
@@ -168,7 +170,7 @@ def report(workspace: Workspace, run_id: str, *, is_over: bool = False) -> Repor
     """Reads how a run stands from ledger and mirror alone; ``is_over``: the host says that it has ended."""
     row = workspace.ledger.get(run_id)
     try:
-        outcome = lifecycle.outcome_of(checked_records(workspace.folder(run_id)))
+        outcome = outcome_of(checked_records(workspace.folder(run_id)))
     except RecordsAltered as finding:
         verdict = Verdict(name="altered", is_good=False, reasons=(str(finding),))
         return Report(row=row, outcome=Outcome(), verdict=verdict)
@@ -176,9 +178,7 @@ def report(workspace: Workspace, run_id: str, *, is_over: bool = False) -> Repor
         return Report(row=row, outcome=outcome, verdict=None)
     if outcome.end is None and is_settled(row):
         return Report(row=row, outcome=outcome, verdict=_verdict_of_row(workspace, row))
-    return Report(
-        row=row, outcome=outcome, verdict=lifecycle.judge(outcome, Expectation.from_json(row.job["expect"]))
-    )
+    return Report(row=row, outcome=outcome, verdict=judge(outcome, Expectation.from_json(row.job["expect"])))
 
 
 def resolve(workspace: Workspace, text: str) -> str:

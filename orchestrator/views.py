@@ -23,9 +23,11 @@ from orchestrator.fields import devices_text
 from orchestrator.inventory import Host
 from orchestrator.job import program_of, setup_text
 from orchestrator.ledger import RunRow
-from orchestrator.lifecycle import CardUse, Device, MemoryLimit, Outcome, Peak, Verdict, is_terminal
+from orchestrator.lifecycle import is_terminal
 from orchestrator.observed import Observed
+from orchestrator.outcome import CardUse, Device, MemoryLimit, Outcome, Peak
 from orchestrator.text import counted, gib, printable, size_text
+from orchestrator.verdict import Verdict
 
 if TYPE_CHECKING:  # a log's first line does not wait for rich
     from rich.table import Table

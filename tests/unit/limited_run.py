@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from orchestrator.conversation import Cursor, Cut, Piece
-from orchestrator.lifecycle import MISSING
 from orchestrator.mirror import Mirror
 from orchestrator.mirror_reader import (
     arriving_batches,
@@ -18,6 +17,7 @@ from orchestrator.mirror_reader import (
     read_records,
 )
 from orchestrator.mirror_scan import scan
+from orchestrator.outcome import MISSING
 from orchestrator.run_folder import Record, RunFolder
 from orchestrator.supervisor.cuts import SLACK_BYTES, Segment
 from orchestrator.supervisor.records import RecordWriter

@@ -16,8 +16,10 @@ from orchestrator.comparing import ABSENT, Change, RunFacts, TextDiff, compare, 
 from orchestrator.diff_view import Comparison, diff_json, diff_lines
 from orchestrator.errors import StorageError
 from orchestrator.ledger import MASK, RunRow
-from orchestrator.lifecycle import Device, Outcome, Peak, State, Verdict
+from orchestrator.lifecycle import State
+from orchestrator.outcome import Device, Outcome, Peak
 from orchestrator.provenance import commits_between
+from orchestrator.verdict import Verdict
 from orchestrator.views import runs_table
 from tests.unit.test_views import text_of
 

@@ -16,9 +16,11 @@ from orchestrator.group_view import (
     shown_metrics,
 )
 from orchestrator.ledger import RunRow
-from orchestrator.lifecycle import Outcome, State, Verdict
+from orchestrator.lifecycle import State
 from orchestrator.observed import Observed
+from orchestrator.outcome import Outcome
 from orchestrator.runs import Report
+from orchestrator.verdict import Verdict
 
 STATES = {"ok": State.SUCCEEDED, "failed": State.FAILED, "refused": State.REFUSED, "altered": State.SUCCEEDED}
 

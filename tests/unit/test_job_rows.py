@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from orchestrator.experiment import Expectation
 from orchestrator.job_rows import NotAJob, noted_job, row_of
 from orchestrator.ledger import MASK, RunRow
-from orchestrator.lifecycle import Outcome, State, judge
+from orchestrator.lifecycle import State
+from orchestrator.outcome import Outcome
+from orchestrator.verdict import judge
 from orchestrator.views import run_json, runs_table, summary
 from tests.unit.test_views import text_of
 

@@ -11,17 +11,9 @@ from hypothesis import strategies as st
 
 from orchestrator.errors import OrchError
 from orchestrator.experiment import EXPECTABLE, Bounds, Expectation
-from orchestrator.lifecycle import (
-    MOST_NOTES,
-    TRANSITIONS,
-    CardUse,
-    Outcome,
-    State,
-    check_transition,
-    is_terminal,
-    judge,
-    outcome_of,
-)
+from orchestrator.lifecycle import TRANSITIONS, State, check_transition, is_terminal
+from orchestrator.outcome import MOST_NOTES, CardUse, Outcome, outcome_of
+from orchestrator.verdict import judge
 
 ENDS = ("exited", "signalled", "timeout", "cancelled", "refused", "abandoned", "from the future", None)
 NAMES = (*EXPECTABLE, "lost", "out_of_bounds")

@@ -18,7 +18,7 @@ from orchestrator.errors import UsageError
 from orchestrator.experiment import Bounds, Expectation
 from orchestrator.holes import hole_after, stub_path
 from orchestrator.ledger import RunRow
-from orchestrator.lifecycle import CUT_REASON, MISSING, State, judge, outcome_of
+from orchestrator.lifecycle import State
 from orchestrator.line_origin import LineName, SealStanding, find_origin
 from orchestrator.log_filter import LineFilter, parse_pattern
 from orchestrator.log_lines import LineAssembler, LogLine, select
@@ -32,10 +32,12 @@ from orchestrator.mirror_reader import (
     newest_batches,
 )
 from orchestrator.mirror_scan import scan
+from orchestrator.outcome import MISSING, outcome_of
 from orchestrator.pins import pins
 from orchestrator.run_folder import Record
 from orchestrator.supervisor import tail as tail_module
 from orchestrator.supervisor.cuts import SLACK_BYTES, stub_indexes
+from orchestrator.verdict import CUT_REASON, judge
 from tests.unit.limited_run import RUN, SEGMENT, Here, Host, assert_exact, holes, problems
 
 

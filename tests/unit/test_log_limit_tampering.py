@@ -11,7 +11,6 @@ import pytest
 from orchestrator.conversation import Cursor, Cut, Piece
 from orchestrator.errors import ProtocolError, RecordsAltered
 from orchestrator.holes import stub_path
-from orchestrator.lifecycle import MISSING
 from orchestrator.mirror import Mirror
 from orchestrator.mirror_reader import (
     check_end,
@@ -19,6 +18,7 @@ from orchestrator.mirror_reader import (
     end_position,
     newest_batches,
 )
+from orchestrator.outcome import MISSING
 from orchestrator.run_folder import Record, RunFolder
 from orchestrator.supervisor.cuts import stub_indexes
 from tests.unit.limited_run import Here, Host, assert_exact, holes, problems

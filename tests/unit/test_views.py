@@ -16,7 +16,9 @@ from rich.console import Console, RenderableType
 
 from orchestrator.inventory import Host
 from orchestrator.ledger import RunRow
-from orchestrator.lifecycle import CardUse, Device, MemoryLimit, Outcome, Peak, State, Verdict
+from orchestrator.lifecycle import State
+from orchestrator.outcome import CardUse, Device, MemoryLimit, Outcome, Peak
+from orchestrator.verdict import Verdict
 from orchestrator.views import host_json, hosts_table, run_json, runs_table, summary, summary_json
 
 GIB = 1024**3
