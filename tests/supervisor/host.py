@@ -118,10 +118,14 @@ class Following:
         while not all(printed(self._data, word) for word in words):
             self._data += next(self._pieces)[2]
 
+    def so_far(self, kind: str) -> List[Dict[str, Any]]:
+        """Returns the records of a kind among those that were read."""
+        whole = self._data.rpartition(b"\n")[0].splitlines()
+        return of_kind([json.loads(line) for line in whole], kind)
+
     def until(self, kind: str) -> Dict[str, Any]:
         while True:
-            whole = self._data.rpartition(b"\n")[0].splitlines()
-            found = of_kind([json.loads(line) for line in whole], kind)
+            found = self.so_far(kind)
             if found:
                 return found[0]
             self._data += next(self._pieces)[2]
