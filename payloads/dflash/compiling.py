@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from dflash.notices import warn_once
+from dflash.platforms import simulation
 
 # More than the kinds of call there are: types, devices, and a dimension or two that turned out to vary.
 RECOMPILE_LIMIT = 64
@@ -62,6 +63,9 @@ class Compiled:
         Raises:
             torch._dynamo.exc.FailOnRecompileLimitHit: it was compiled for too many kinds of call.
         """
+        simulated = simulation()
+        if simulated is not None:
+            return simulated.call_compiled(self.plain, arguments)
         if not torch.is_grad_enabled():
             # Else there would be one graph more for every argument that requires a gradient or does not.
             arguments = tuple(part.detach() if isinstance(part, Tensor) else part for part in arguments)

@@ -10,6 +10,7 @@ import torch
 
 from dflash.config import DrafterConfig
 from dflash.notices import warn_once
+from dflash.platforms import Platform, platform_of
 
 ANYWHERE = "sdpa_chunked"
 LAST_RESORT = "sdpa_math"
@@ -35,12 +36,13 @@ def choose_execution(
 
     On the CPU nothing is compiled, and flex has no backward.
     """
-    is_cuda = device.type == "cuda"
+    platform = platform_of(device)
+    is_cuda = platform.is_cuda
     attention = config.attention
     if attention == "auto":
         attention = "flex" if is_cuda else ANYWHERE
     if attention == "flex":
-        reason = _why_not_flex(config, device, dtype, needs_gradients=needs_gradients)
+        reason = _why_not_flex(config, platform, dtype, needs_gradients=needs_gradients)
         if reason is not None:
             warn_once("attention", f"flex cannot run here: {reason}; {ANYWHERE} is used instead")
             attention = ANYWHERE
@@ -53,10 +55,17 @@ def choose_execution(
                 f"and its kernel needs a multiple of {ALIGNED_BYTES}; {LAST_RESORT} is used instead",
             )
             attention = LAST_RESORT
-    is_compiled = config.compile and is_cuda and has_triton()
+    is_compiled = config.compile and is_cuda and _can_compile(platform)
     if config.compile and is_cuda and not is_compiled:
         warn_once("compile", "Triton is not installed, so nothing is compiled; install triton for speed")
     return Execution(attention=attention, is_compiled=is_compiled, chunk_blocks=config.chunk_blocks)
+
+
+def ways_text(execution: Execution) -> str:
+    """Return in words how a drafter computes."""
+    chunks = f" of {execution.chunk_blocks} blocks" if execution.attention == "sdpa_math" else ""
+    kernels = "compiled kernels" if execution.is_compiled else "nothing compiled"
+    return f"{execution.attention}{chunks}, {kernels}"
 
 
 def has_triton() -> bool:
@@ -64,16 +73,21 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+def _can_compile(platform: Platform) -> bool:
+    # Where a card is real, torch's builds for it bring Triton; this one, which simulates it, may be without.
+    return platform.simulation is not None or has_triton()
+
+
 def _why_not_flex(
-    config: DrafterConfig, device: torch.device, dtype: torch.dtype, *, needs_gradients: bool
+    config: DrafterConfig, platform: Platform, dtype: torch.dtype, *, needs_gradients: bool
 ) -> str | None:
-    if device.type != "cuda":
-        return f"it has no backward on {device.type}" if needs_gradients else None
+    if not platform.is_cuda:
+        return f"it has no backward on {platform.device.type}" if needs_gradients else None
     if not config.compile:
         return None
-    if not has_triton():
+    if not _can_compile(platform):
         return "Triton is not installed"
-    major, _ = torch.cuda.get_device_capability(device)
+    major, _ = platform.capability
     width, is_wide = config.head_dim, config.head_dim > LARGEST_SM12X_HEAD_DIM
     reasons = (
         (dtype == torch.float64, "its kernels know no float64"),

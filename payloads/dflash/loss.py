@@ -20,6 +20,7 @@ from torch import Tensor
 
 from dflash import loss_rows, pointwise
 from dflash.derivatives import first_order
+from dflash.platforms import platform_of
 from dflash.transfer import to_device
 
 
@@ -149,7 +150,7 @@ class _Scorer:
         *,
         is_compiled: bool,
     ) -> None:
-        self.is_compiled = is_compiled and states_RH.is_cuda
+        self.is_compiled = is_compiled and platform_of(states_RH.device).is_cuda
         self.wants_gradients = torch.is_grad_enabled() and states_RH.requires_grad
         self._head = _Head(head_VH, states_RH.dtype)
         self._teacher = teacher
@@ -198,7 +199,8 @@ class _Head:
     def __init__(self, head_VH: Tensor, states_dtype: torch.dtype) -> None:
         self.exact = torch.promote_types(torch.float32, states_dtype)
         is_narrow = head_VH.dtype in (torch.bfloat16, torch.float16)
-        self._is_mixed = is_narrow and head_VH.is_cuda and self.exact == torch.float32
+        is_cuda = platform_of(head_VH.device).is_cuda
+        self._is_mixed = is_narrow and is_cuda and self.exact == torch.float32
         self._head_VH = head_VH.detach() if self._is_mixed else head_VH.detach().to(self.exact)
         self.dtype = self._head_VH.dtype
 

@@ -2,7 +2,8 @@
 
 A first pass keeps a running maximum, sum and argmax for each lane (online softmax, arXiv 1805.02867), so that
 the lanes meet only once, at the end; a second writes the gradient over the logits. A program takes one row;
-its neighbours mostly share its teacher, whose logits then come from the cache.
+its neighbours mostly share its teacher, whose logits then come from the cache. `dflash.kernel_rows` makes the
+room for what they write.
 
 Shape letters: C rows of one chunk, P distinct teacher tokens of one chunk, V vocabulary.
 """
@@ -15,7 +16,6 @@ import triton.language as tl
 from torch import Tensor
 
 from dflash.compiling import FirstCalls
-from dflash.loss_rows import Lesson, Scores, TeacherSummary
 
 COLUMNS = 2048
 WARPS = 8
@@ -23,47 +23,17 @@ WARPS = 8
 NOTHING = tl.constexpr(-1e38)
 
 
-class KernelRows:
-    """One row a program, one pass over them for the losses and one for the gradients."""
-
-    def summarize_teacher(self, logits_PV: Tensor) -> TeacherSummary:
-        """Return what the rows of each teacher token have in common."""
-        log_sum_P, negative_entropy_P = (logits_PV.new_empty(len(logits_PV)) for _ in range(2))
-        taught_P = torch.empty(len(logits_PV), dtype=torch.int64, device=logits_PV.device)
-        _launch(_summarize_teacher, logits_PV, log_sum_P, negative_entropy_P, taught_P)
-        return TeacherSummary(log_sum_P, negative_entropy_P, taught_P)
-
-    def score(
-        self, logits_CV: Tensor, labels_C: Tensor, lesson: Lesson | None, gradient_dtype: torch.dtype | None
-    ) -> Scores:
-        """Return losses, argmax and, of the given type if there is one, gradients in the logits' place."""
-        losses_C = logits_CV.new_empty(len(logits_CV))
-        predicted_C = torch.empty_like(labels_C)
-        gradients_CV = None if gradient_dtype is None else _in_place(logits_CV, gradient_dtype)
-        teacher: tuple[Any, ...] = (logits_CV, labels_C, losses_C, losses_C, 0.0)  # not read
-        if lesson is not None:
-            teacher = (lesson.logits_PV, lesson.token_of_row_C, *lesson.summary[:2], lesson.kl_weight)
-        _launch(
-            _score_rows,
-            logits_CV,
-            labels_C,
-            *teacher,
-            losses_C,
-            predicted_C,
-            logits_CV if gradients_CV is None else gradients_CV,
-            GRADIENT_STRIDE=0 if gradients_CV is None else gradients_CV.stride(0),
-            HAS_TEACHER=lesson is not None,
-        )
-        return Scores(losses_C, predicted_C, gradients_CV)
+def summarize_teacher(logits_PV: Tensor, *arguments: Any) -> None:
+    """Write log-sum-exp, negative entropy and argmax of each row."""
+    _launch(_summarize_teacher, logits_PV, *arguments)
 
 
-def _in_place(logits_CV: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `[C, V]` of that type, each row at the start of the logits' row."""
-    return logits_CV.view(dtype)[:, : logits_CV.shape[1]]
+def score_rows(logits_CV: Tensor, *arguments: Any, **constants: Any) -> None:
+    """Write each row's loss and argmax, and its gradient where the constants want one."""
+    _launch(_score_rows, logits_CV, *arguments, **constants)
 
 
 def _launch(kernel: Any, logits: Tensor, *arguments: Any, **constants: Any) -> None:
-    assert logits.is_contiguous()
     rows, columns = logits.shape
     if rows:
         # Triton launches on the current card, whatever card the tensors are on.

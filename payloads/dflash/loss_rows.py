@@ -1,7 +1,7 @@
 """What becomes of a chunk's logits: each row's loss, argmax, and the gradient of its logits.
 
 The drafter's and the teacher's logits come as float32 (or float64) rows over the vocabulary. This module says
-what is computed, in plain torch; `dflash.loss_kernels` computes the same on a GPU in fewer passes.
+what is computed, in plain torch; `dflash.kernel_rows` computes the same on a GPU in fewer passes.
 
     CE = lse(z) − z[label]
     KL = Σ q·(log q − log p) = Σ q·log q − Σ q·z + lse(z),  q = softmax(t)
@@ -61,7 +61,7 @@ class Rows(Protocol):
 def choose(dtype: torch.dtype, *, is_compiled: bool) -> Rows:
     """Return kernels of our own for float32 logits, if they may be used, and else plain torch."""
     if is_compiled and dtype == torch.float32:
-        from dflash.loss_kernels import KernelRows  # noqa: PLC0415  Triton is there on a GPU only
+        from dflash.kernel_rows import KernelRows  # noqa: PLC0415  it imports this module
 
         return KernelRows()
     return PlainRows()

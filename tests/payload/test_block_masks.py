@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from dflash import drafter
-from dflash.attention.block_masks import build_block_masks, plain_tables
+from dflash.attention.block_masks import build_block_masks, kernel_tables, plain_tables
 from dflash.attention.flex import FlexAttention
 from dflash.attention.interface import TILE_ROWS, KeyLayout, dense_layout, padded_layout
 from dflash.blocks import Blocks
@@ -141,10 +141,8 @@ def test_mask_is_built_without_anything_like_its_own_size() -> None:
 @BOTH
 @pytest.mark.parametrize("case", [*ROWS.values(), *LONG.values()], ids=[*ROWS, *LONG])
 def test_kernels_make_the_same_tables(case: Case, is_padded: bool) -> None:
-    from dflash.attention.block_mask_kernels import tables  # noqa: PLC0415  needs Triton
-
     seen, layout, _ = masks_of(case, blocks_of(case), is_padded=is_padded)
-    (bounds, found), (plain_bounds, plain) = tables(seen, layout), plain_tables(seen, layout)
+    (bounds, found), (plain_bounds, plain) = kernel_tables(seen, layout), plain_tables(seen, layout)
     assert torch.equal(bounds, plain_bounds)
     assert len(found) == len(plain) == 4
     for part, expected in zip(found, plain, strict=True):

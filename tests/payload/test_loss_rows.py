@@ -20,7 +20,7 @@ KL_WEIGHTS = (None, 0.0, 0.15, 1.0)
 
 @pytest.fixture
 def kernels(interpreted: None) -> Rows:
-    from dflash.loss_kernels import KernelRows  # noqa: PLC0415  needs Triton
+    from dflash.kernel_rows import KernelRows  # noqa: PLC0415  it launches what needs Triton
 
     return KernelRows()
 

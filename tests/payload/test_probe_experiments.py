@@ -101,6 +101,20 @@ def test_inference_runs_the_three_scenarios_forward_only() -> None:
     ]
 
 
+def test_training_steps_go_on_from_the_losses_of_the_oom_probe_and_report_the_gradients_norm() -> None:
+    done = run_probe_here(
+        oom.main, assignments({**cpu_params("oom_probe"), "optimizer": "adamw", "iterations": 1})
+    )
+    assert done.code == 0, done.err
+    assert done.out.count("forward + backward + optimizer") == 3
+    metrics = done.metrics()
+    plain = run_probe_here(oom.main, assignments(cpu_params("oom_probe")))
+    assert done.losses()[0] == plain.losses()[0]  # the first forward knows of no step yet
+    for scenario in ("warmup", "timed", "packed"):
+        assert 0 < metrics[f"{scenario}.grad_norm"] < 100
+    assert "grad_norm" not in plain.out
+
+
 def test_inference_has_the_losses_of_the_oom_probe(capsys: pytest.CaptureFixture[str]) -> None:
     losses = {}
     for name in ("oom_probe", "inference_probe"):

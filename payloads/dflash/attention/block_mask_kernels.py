@@ -16,44 +16,37 @@ from torch import Tensor
 
 from dflash.attention.interface import TILE_ROWS, KeyLayout
 from dflash.compiling import FirstCalls
-from dflash.packing import HOST
-from dflash.transfer import to_device
-from dflash.visibility import Visibility
 
 KEY_TILES = 64  # of those that a program looks at together
-EVERYTHING = 0  # the window of a full layer
 
 _first_calls = FirstCalls()
 
 
-def tables(visibilities: Sequence[Visibility], layout: KeyLayout) -> tuple[Tensor, list[Tensor]]:
-    """Return bounds `[M, X, Q]` in key rows; counts and indices by query and by key, `[S, M, …]`; int32."""
-    some, masks = visibilities[0], len(visibilities)
-    blocks, device = some.blocks, some.device
-    query_tiles, key_tiles = (-(-rows // TILE_ROWS) for rows in (layout.query_rows, layout.key_rows))
-    windows = torch.tensor([part.reach or EVERYTHING for part in visibilities], device=HOST)
-    given = torch.cat([blocks.anchors_N, blocks.document_starts_N, windows]).int()
-    anchors_N, starts_N, windows_M = to_device(given, device).split([blocks.count, blocks.count, masks])
-
-    def room(*shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.int32, device=device)
-
-    bounds_MXQ = room(masks, 4, query_tiles * TILE_ROWS)
-    states_MIJ = room(masks, query_tiles, key_tiles)
-    by_query = [room(2, masks, query_tiles), room(2, masks, query_tiles, key_tiles)]
-    by_key = [room(2, masks, key_tiles), room(2, masks, key_tiles, query_tiles)]
+def fill(
+    anchors_N: Tensor,
+    starts_N: Tensor,
+    windows_M: Tensor,
+    bounds_MXQ: Tensor,
+    states_MIJ: Tensor,
+    lists: Sequence[Tensor],
+    *,
+    block_size: int,
+    layout: KeyLayout,
+) -> None:
+    """Fill bounds, states, and counts and indices by query and by key; all int32 and zero before."""
+    masks, query_tiles, key_tiles = states_MIJ.shape
     steps = triton.next_power_of_2(triton.cdiv(key_tiles, KEY_TILES))
     columns = triton.next_power_of_2(query_tiles)
     # Triton launches on the current card, whatever card the tensors are on.
-    with torch.cuda.device_of(bounds_MXQ), _first_calls.guard(device, steps, columns):
+    with torch.cuda.device_of(bounds_MXQ), _first_calls.guard(bounds_MXQ.device, steps, columns):
         _take_query_tile[(masks, query_tiles)](
             anchors_N,
             starts_N,
             windows_M,
             bounds_MXQ,
             states_MIJ,
-            *by_query,
-            blocks.block_size,
+            *lists[:2],
+            block_size,
             layout.slot_rows,
             layout.slot_start,
             masks,
@@ -63,8 +56,9 @@ def tables(visibilities: Sequence[Visibility], layout: KeyLayout) -> tuple[Tenso
             TILES=KEY_TILES,
             STEPS=steps,
         )
-        _take_key_tile[(masks, key_tiles)](states_MIJ, *by_key, masks, query_tiles, key_tiles, TILES=columns)
-    return bounds_MXQ, [*by_query, *by_key]
+        _take_key_tile[(masks, key_tiles)](
+            states_MIJ, *lists[2:], masks, query_tiles, key_tiles, TILES=columns
+        )
 
 
 @triton.jit

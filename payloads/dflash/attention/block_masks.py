@@ -21,8 +21,11 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from dflash.attention.interface import TILE_ROWS, KeyLayout
 from dflash.packing import HOST
+from dflash.platforms import platform_of
 from dflash.transfer import to_device
 from dflash.visibility import Visibility
+
+EVERYTHING = 0  # the kernels' window of a full layer
 
 
 def build_block_masks(
@@ -33,9 +36,7 @@ def build_block_masks(
     A padding query sees itself alone, so that no softmax is over nothing; nobody else sees a padding key.
     """
     if is_compiled:
-        from dflash.attention.block_mask_kernels import tables  # noqa: PLC0415  needs Triton
-
-        bounds_MXQ, lists = tables(visibilities, layout)
+        bounds_MXQ, lists = kernel_tables(visibilities, layout)
     else:
         bounds_MXQ, lists = plain_tables(visibilities, layout)
     return [
@@ -52,6 +53,31 @@ def plain_tables(visibilities: Sequence[Visibility], layout: KeyLayout) -> tuple
     run_rows = math.gcd(visibilities[0].blocks.block_size, TILE_ROWS)
     tiles_SMIJ = _tiles(bounds_MXQ, layout.key_rows, run_rows)
     return bounds_MXQ, [*_ordered(tiles_SMIJ), *_ordered(tiles_SMIJ.mT.contiguous())]
+
+
+def kernel_tables(visibilities: Sequence[Visibility], layout: KeyLayout) -> tuple[Tensor, list[Tensor]]:
+    """Return what `plain_tables` does, filled by two kernels."""
+    some, masks = visibilities[0], len(visibilities)
+    blocks, device = some.blocks, some.device
+    query_tiles, key_tiles = (-(-rows // TILE_ROWS) for rows in (layout.query_rows, layout.key_rows))
+    windows = torch.tensor([part.reach or EVERYTHING for part in visibilities], device=HOST)
+    given = torch.cat([blocks.anchors_N, blocks.document_starts_N, windows]).int()
+    anchors_N, starts_N, windows_M = to_device(given, device).split([blocks.count, blocks.count, masks])
+
+    def room(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=device)
+
+    bounds_MXQ = room(masks, 4, query_tiles * TILE_ROWS)
+    states_MIJ = room(masks, query_tiles, key_tiles)
+    by_query = [room(2, masks, query_tiles), room(2, masks, query_tiles, key_tiles)]
+    by_key = [room(2, masks, key_tiles), room(2, masks, key_tiles, query_tiles)]
+    lists = [*by_query, *by_key]
+    if platform_of(device).simulation is None:
+        from dflash.attention.block_mask_kernels import fill  # noqa: PLC0415  needs Triton
+
+        starts = (anchors_N, starts_N, windows_M)
+        fill(*starts, bounds_MXQ, states_MIJ, lists, block_size=blocks.block_size, layout=layout)
+    return bounds_MXQ, lists
 
 
 def _block_mask(layout: KeyLayout, bounds_XQ: Tensor, lists: Sequence[Tensor]) -> BlockMask:

@@ -18,6 +18,7 @@ from dflash.attention.block_masks import build_block_masks
 from dflash.attention.interface import TILE_ROWS, KeyLayout, dense_layout, padded_layout
 from dflash.compiling import Compiled
 from dflash.notices import warn_once
+from dflash.platforms import platform_of
 from dflash.visibility import Visibility
 
 HOPPER = (9, 0)
@@ -62,19 +63,24 @@ class FlexAttention:
 def _attend(
     queries_1AQD: Tensor, keys_1GKD: Tensor, values_1GKD: Tensor, mask: BlockMask, options: Mapping[str, Any]
 ) -> Tensor:
-    # True while this function is traced, so only what runs uncompiled gets there.
-    if not torch.compiler.is_compiling():
-        heads, rows = queries_1AQD.shape[1:3]
-        warn_once(
-            "attention",
-            f"flex attention runs uncompiled and holds scores [{heads}, {rows}, {keys_1GKD.shape[2]}] in "
-            "float32; leave compile on, and see that torch.compile is not disabled",
-            cause="flex runs uncompiled",
-        )
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "flex_attention called without")  # said better just now
-            return _flex(queries_1AQD, keys_1GKD, values_1GKD, mask, {})
-    return _flex(queries_1AQD, keys_1GKD, values_1GKD, mask, options)
+    # True while this function is traced, so only what runs uncompiled gets beyond.
+    if torch.compiler.is_compiling():
+        return _flex(queries_1AQD, keys_1GKD, values_1GKD, mask, options)
+    simulated = platform_of(queries_1AQD.device).simulation
+    if simulated is not None and simulated.is_compiling:
+        return simulated.attend_flex(queries_1AQD, keys_1GKD, values_1GKD, mask)
+    heads, rows = queries_1AQD.shape[1:3]
+    warn_once(
+        "attention",
+        f"flex attention runs uncompiled and holds scores [{heads}, {rows}, {keys_1GKD.shape[2]}] in "
+        "float32; leave compile on, and see that torch.compile is not disabled",
+        cause="flex runs uncompiled",
+    )
+    if simulated is not None:
+        return simulated.attend_flex(queries_1AQD, keys_1GKD, values_1GKD, mask)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "flex_attention called without")  # said better just now
+        return _flex(queries_1AQD, keys_1GKD, values_1GKD, mask, {})
 
 
 def _flex(
@@ -88,12 +94,12 @@ def _flex(
 
 
 def _kernel_options(visibility: Visibility) -> dict[str, Any]:
-    device = visibility.device
-    if device.type != "cuda":
+    platform = platform_of(visibility.device)
+    if not platform.is_cuda:
         return {}
     # Rows are whole tiles; with lengths that vary the compiler cannot know it and would check every access.
     options: dict[str, Any] = {"IS_DIVISIBLE": True}
-    if visibility.window is not None and torch.cuda.get_device_capability(device) == HOPPER:
+    if visibility.window is not None and platform.capability == HOPPER:
         # Few key tiles for each query tile: a shallower pipeline is a sixth faster there, and slower for
         # full layers (docs/performance.md).
         options["bwd_num_stages"] = 2

@@ -19,6 +19,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dflash.attention.interface import dense_layout
+from dflash.platforms import platform_of
 from dflash.visibility import Visibility
 
 # Every slot of a chunk meets all its slots, so a large chunk wastes keys (512 beside 2,000 to 8,000 of the
@@ -94,11 +95,11 @@ class MathAttention:
         count, size = blocks.stop - blocks.start, self._block_size
         queries_LAD = queries_QAD[blocks.start * size : blocks.stop * size]
         keys_nKGD, values_nKGD = (self._copies(blocks, part) for part in (keys_KGD, values_KGD))
-        mixed_nABD = functional.scaled_dot_product_attention(
+        mixed_nABD = _attend(
             queries_LAD.unflatten(0, (count, size)).transpose(1, 2),
             keys_nKGD.transpose(1, 2),
             values_nKGD.transpose(1, 2),
-            attn_mask=self._mask_n1BK(blocks),
+            self._mask_n1BK(blocks),
             enable_gqa=True,
         )
         return mixed_nABD.transpose(1, 2).reshape(count * size, -1)
@@ -127,14 +128,24 @@ def _attend_chunk(queries_LAD: Tensor, keys_KGD: Tensor, values_KGD: Tensor, mas
     length, heads, head_dim = queries_LAD.shape
     groups = keys_KGD.shape[1]
     queries_LGRD = queries_LAD.view(length, groups, -1, head_dim)
-    mixed_1GLD = functional.scaled_dot_product_attention(
+    mixed_1GLD = _attend(
         queries_LGRD.permute(1, 2, 0, 3).flatten(1, 2)[None],
         keys_KGD.transpose(0, 1)[None],
         values_KGD.transpose(0, 1)[None],
-        attn_mask=mask_LK.repeat(heads // groups, 1)[None, None],
+        mask_LK.repeat(heads // groups, 1)[None, None],
+        enable_gqa=False,
     )
     mixed_GRLD = mixed_1GLD.view(groups, -1, length, head_dim)
     return mixed_GRLD.permute(2, 0, 1, 3).reshape(length, heads * head_dim)
+
+
+def _attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, *, enable_gqa: bool) -> Tensor:
+    simulated = platform_of(queries.device).simulation
+    if simulated is not None:
+        return simulated.attend(queries, keys, values, mask, enable_gqa=enable_gqa)
+    return functional.scaled_dot_product_attention(
+        queries, keys, values, attn_mask=mask, enable_gqa=enable_gqa
+    )
 
 
 @contextlib.contextmanager
@@ -148,7 +159,7 @@ def _fused_kernel(queries: Tensor) -> contextlib.AbstractContextManager[None]:
     # Alone, so that a card where it cannot run says so instead of falling to the math path; and not cuDNN,
     # which builds a plan for every new number of keys. It knows no float64, and the CPU has its own fused
     # kernel.
-    if not queries.is_cuda or queries.dtype == torch.float64:
+    if not platform_of(queries.device).is_cuda or queries.dtype == torch.float64:
         return contextlib.nullcontext()
     return _only(SDPBackend.EFFICIENT_ATTENTION)
 

@@ -51,11 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv,
         program="dflash.probes.anchors",
         description="Run the drafter's forward and backward with several numbers of anchors.",
-        work=_work,
+        work=work,
     )
 
 
-def _work(params: AnchorSweepParams) -> int:
+def work(params: AnchorSweepParams) -> int:
+    """Do what the probe does and return its exit code."""
     from dflash.probes.work import anchor_sweep  # noqa: PLC0415  loads torch
 
     return anchor_sweep.run(params)

@@ -45,11 +45,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv,
         program="dflash.probes.backends",
         description="Run the drafter's forward and backward with each attention backend.",
-        work=_work,
+        work=work,
     )
 
 
-def _work(params: BackendMatrixParams) -> int:
+def work(params: BackendMatrixParams) -> int:
+    """Do what the probe does and return its exit code."""
     from dflash.probes.work import backend_matrix  # noqa: PLC0415  loads torch
 
     return backend_matrix.run(params)

@@ -44,11 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv,
         program="dflash.probes.bench",
         description="Time the drafter and compare it with what the card could do.",
-        work=_work,
+        work=work,
     )
 
 
-def _work(params: BenchParams) -> int:
+def work(params: BenchParams) -> int:
+    """Do what the probe does and return its exit code."""
     from dflash.probes.work import benchmark  # noqa: PLC0415  loads torch
 
     return benchmark.run(params)

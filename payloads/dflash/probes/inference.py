@@ -30,14 +30,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv,
         program="dflash.probes.inference",
         description="Run the drafter's forward without gradients and report time and peak memory.",
-        work=_work,
+        work=work,
     )
 
 
-def _work(params: InferenceProbeParams) -> int:
+def work(params: InferenceProbeParams, *, is_brief: bool = False) -> int:
+    """Do what the probe does and return its exit code; `is_brief` leaves out the warm-up."""
     from dflash.probes.work import scenarios, workload  # noqa: PLC0415  loads torch
 
-    scenarios.run(params, workload.forward_only, title="inference probe")
+    scenarios.run(params, workload.forward_only, title="inference probe", is_brief=is_brief)
     return 0
 
 

@@ -2,9 +2,11 @@
 
     python -m dflash.probes.oom                                  # the original size, on a GPU
     python -m dflash.probes.oom --params params.json --set device=cuda:5 --set recompute=none
+    python -m dflash.probes.oom --set optimizer=adamw            # whole steps of training
 
 Each scenario runs forward and backward on random states, and prints loss, metrics, time and peak memory as
-soon as it is done; numbers also go to `dflash.events`. An out-of-memory error is reported and then raised.
+soon as it is done; numbers also go to `dflash.events`. With `optimizer` each step ends with one of
+`dflash.optimizer`. An out-of-memory error is reported and then raised.
 
 Exit codes are those of `dflash.probes.program`; 0 means that all three fit.
 """
@@ -15,6 +17,9 @@ from dataclasses import dataclass
 
 from dflash.probes.program import run_program
 from dflash.probes.size import REFERENCE, TwoRows
+from dflash.values import require_choice
+
+OPTIMIZERS = ("none", "adamw")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,6 +28,11 @@ class OomProbeParams(TwoRows):
 
     attention: str = REFERENCE.attention
     recompute: str = "layer"
+    optimizer: str = "none"
+
+    def __post_init__(self) -> None:
+        TwoRows.__post_init__(self)  # super() does not find its class where there are slots
+        require_choice("optimizer", self.optimizer, OPTIMIZERS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,14 +42,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv,
         program="dflash.probes.oom",
         description="Run the drafter's forward and backward at a given size and report peak memory.",
-        work=_work,
+        work=work,
     )
 
 
-def _work(params: OomProbeParams) -> int:
+def work(params: OomProbeParams, *, is_brief: bool = False) -> int:
+    """Do what the probe does and return its exit code; `is_brief` leaves out the warm-up."""
     from dflash.probes.work import scenarios, workload  # noqa: PLC0415  loads torch
 
-    scenarios.run(params, workload.forward_backward, title="out-of-memory probe")
+    scenarios.run(
+        params,
+        workload.forward_backward,
+        title="out-of-memory probe",
+        optimizer=params.optimizer,
+        is_brief=is_brief,
+    )
     return 0
 
 

@@ -25,30 +25,46 @@ def parse_params(cls: type[T], argv: Sequence[str], *, program: str, description
     parser = _parser(cls, program, description)
     arguments = parser.parse_args(argv)
     try:
-        values = _read_file(arguments.params) if arguments.params else {}
-        return build(cls, values | _assignments(arguments.set), what="parameter")
+        return build(cls, read_values(arguments.params, arguments.set), what="parameter")
     except ValueError as error:
         parser.error(str(error))
 
 
-class _OneLineParser(argparse.ArgumentParser):
+class OneLineParser(argparse.ArgumentParser):
+    """A parser that says what it refuses in one line."""
+
     def error(self, message: str) -> NoReturn:
+        """Leave with 2."""
         self.exit(2, f"{self.prog}: {message}\n")
+
+
+def add_value_options(parser: argparse.ArgumentParser) -> None:
+    """Add the two options that parameters come by."""
+    parser.add_argument("--params", type=Path, metavar="FILE", help="a JSON object of parameters")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="one parameter; wins over the file"
+    )
+
+
+def read_values(file: Path | None, assignments: Sequence[str]) -> dict[str, object]:
+    """Return the values of a file and of assignments, as loose as they are.
+
+    Raises:
+        ValueError: the file is no JSON object, an assignment is none, or a name is given twice.
+    """
+    return (_read_file(file) if file else {}) | _assignments(assignments)
 
 
 def _parser(cls: Any, program: str, description: str) -> argparse.ArgumentParser:
     defaults = "\n".join(f"  {field.name} = {_shown(field)}" for field in dataclasses.fields(cls))
-    parser = _OneLineParser(
+    parser = OneLineParser(
         prog=program,
         description=description,
         epilog=f"parameters and defaults:\n{defaults}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--params", type=Path, metavar="FILE", help="a JSON object of parameters")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="one parameter; wins over the file"
-    )
+    add_value_options(parser)
     return parser
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dflash.drafter import DFlashDrafter
-from dflash.events import emit_metric, emit_phase
+from dflash.events import emit_metric
 from dflash.loss import Teacher, score_rows
 from dflash.probes.work import tables, workload
 from dflash.probes.work.machine import Machine
@@ -43,7 +43,7 @@ def slope_of(points: Mapping[int, float]) -> float:
 
 def _try(count: int, params: "AnchorSweepParams", machine: Machine) -> Values | Failure:
     case = f"anchors_{count}"
-    emit_phase(case)
+    machine.begin_phase(case)
     result = try_case(machine, lambda: _measure(count, params, machine))
     tables.emit(case, {"fits": 0} if isinstance(result, Failure) else {"fits": 1, **result})
     told = str(result) if isinstance(result, Failure) else f"mean {result['mean_ms']:.1f} ms"

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dflash.events import emit_phase
-from dflash.execution import Execution
+from dflash.execution import Execution, ways_text
 from dflash.probes.work import tables, workload
 from dflash.probes.work.machine import Machine, memory_text
 from dflash.probes.work.trials import Failure, try_case
@@ -33,7 +32,7 @@ def run(params: "BackendMatrixParams") -> int:
 
 
 def _try(backend: str, params: "BackendMatrixParams", machine: Machine) -> Measured | Failure:
-    emit_phase(backend)
+    machine.begin_phase(backend)
     result = try_case(machine, lambda: _measure(backend, params, machine))
     if isinstance(result, Failure):
         tables.emit(backend, {"fits": 0})
@@ -66,7 +65,7 @@ def _cells(backend: str, result: Measured | Failure, peaks: Sequence[str]) -> li
     fallback = "" if result.execution.attention == backend else f", {backend} cannot run here"
     return [
         backend,
-        workload.ways_text(result.execution),
+        ways_text(result.execution),
         tables.shown(result.values, "mean_ms", 1),
         *(tables.shown(result.values, name) for name in peaks),
         f"fits{fallback}",

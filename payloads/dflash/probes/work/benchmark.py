@@ -8,7 +8,7 @@ import torch
 
 from dflash.attention import prepare_attention
 from dflash.drafter import DFlashDrafter
-from dflash.events import emit_phase
+from dflash.execution import ways_text
 from dflash.probes.work import kernel_times, tables, workload
 from dflash.probes.work.ceilings import Ceilings, measure_ceilings
 from dflash.probes.work.flops import count_flops, count_row
@@ -37,7 +37,7 @@ def run(params: "BenchParams") -> int:
     """Measure everything that fits and print the table; return 0 when at least one case fits."""
     machine = workload.open_workplace(params, title="benchmark")
     execution = workload.execution_of(params.drafter_config(), machine, workload.forward_backward)
-    print(f"[build] attention {workload.ways_text(execution)}")
+    print(f"[build] attention {ways_text(execution)}")
     ceilings = try_case(machine, lambda: _ceilings(params, machine))
     _tell("ceilings", ceilings if isinstance(ceilings, Failure) else _told(ceilings))
     _tell("mask", try_case(machine, lambda: _time_masks(params, machine)))
@@ -96,7 +96,7 @@ def _time_masks(params: "BenchParams", machine: Machine) -> Values:
 def _try(
     case: Case, params: "BenchParams", machine: Machine, ceilings: Ceilings | Failure
 ) -> Values | Failure:
-    emit_phase(case.name)
+    machine.begin_phase(case.name)
     result = try_case(machine, lambda: _measure(case, params, machine, ceilings))
     _tell(case.name, result)
     return result

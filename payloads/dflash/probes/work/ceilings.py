@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
+from dflash.platforms import platform_of
 from dflash.probes.work.machine import GIB, Machine
 
 REPETITIONS = 8
-SQUARE_ROWS = {"cuda": 8192, "cpu": 256}
-COPIED_BYTES = {"cuda": 4 * GIB, "cpu": 2**24}
+SQUARE_ROWS = {True: 8192, False: 256}  # by whether it is a GPU
+COPIED_BYTES = {True: 4 * GIB, False: 2**24}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +39,7 @@ def measure_ceilings(
     machine: Machine, dtype: torch.dtype, *, slots: int, hidden: int, intermediate: int
 ) -> Ceilings:
     """Measure; `slots` × `hidden` × `intermediate` is the drafter's largest product."""
-    side = SQUARE_ROWS[machine.device.type]
+    side = SQUARE_ROWS[platform_of(machine.device).is_cuda]
     return Ceilings(
         square_flops=_product(machine, dtype, side, side, side),
         own_flops=_product(machine, dtype, slots, hidden, intermediate),
@@ -54,7 +55,7 @@ def _product(machine: Machine, dtype: torch.dtype, rows: int, inner: int, column
 
 
 def _copy(machine: Machine) -> float:
-    size = COPIED_BYTES[machine.device.type]
+    size = COPIED_BYTES[platform_of(machine.device).is_cuda]
     source = torch.empty(size, dtype=torch.uint8, device=machine.device).random_()
     target = torch.empty_like(source)
     return 2 * size / _median_s(machine, lambda: target.copy_(source))

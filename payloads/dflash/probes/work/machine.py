@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from dflash.events import emit_phase
+from dflash.platforms import simulation
 from dflash.probes.program import LimitTooLarge, NoSuchDevice
 
 GIB = 2**30
@@ -26,6 +28,10 @@ class Machine:
     def is_cuda(self) -> bool:
         """Whether the device is a GPU, whose work goes on while the host continues."""
         return self.device.type == "cuda"
+
+    def begin_phase(self, name: str) -> None:
+        """Tell whoever watches that a phase begins."""
+        emit_phase(name)
 
     def now_s(self) -> float:
         """Return the time when all that was asked of the device is done."""
@@ -86,11 +92,16 @@ class Machine:
 
 
 def open_machine(name: str) -> Machine:
-    """Return the device of that name: cpu, cuda or cuda:N.
+    """Return the device of that name, cpu, cuda or cuda:N; within a simulation the simulated card.
 
     Raises:
         NoSuchDevice: before anything is allocated.
     """
+    simulated = simulation()
+    if simulated is not None:
+        from dflash.memory.machine import open_simulated  # noqa: PLC0415  it imports this module
+
+        return open_simulated(simulated)
     device = torch.device(name)
     if device.type == "cpu":
         return Machine(device=device)

@@ -1,6 +1,6 @@
 """The drafter that a probe runs, its random rows, its steps, and their times.
 
-A step is forward and backward, or a forward alone.
+A step is forward and backward, that and an optimizer's step, or a forward alone.
 """
 
 import json
@@ -18,11 +18,16 @@ from dflash.config import DrafterConfig
 from dflash.drafter import DFlashDrafter
 from dflash.execution import Execution, choose_execution
 from dflash.metrics import Metrics
+from dflash.optimizer import MasterAdamW
 from dflash.packing import HOST, pack
 from dflash.probes.size import DrafterSize
 from dflash.probes.work.machine import Machine, open_machine
 
 Arguments = dict[str, Any]
+
+# Neither changes what is allocated, nor do such small steps of a random drafter show in its loss.
+LEARNING_RATE = 1e-5
+MAX_NORM = 1.0
 
 
 class Step(Protocol):
@@ -46,7 +51,23 @@ def forward_only(drafter: DFlashDrafter, row: Arguments, *, seed: int) -> tuple[
     return loss, metrics
 
 
-STEP_NAMES: dict[Step, str] = {forward_backward: "forward + backward", forward_only: "forward"}
+class TrainingStep:
+    """Steps of one drafter and its optimizer, as the trainer takes them; metrics gain the gradients' norm."""
+
+    def __init__(self, drafter: DFlashDrafter) -> None:
+        self._optimizer = MasterAdamW(drafter.parameters(), lr=LEARNING_RATE)
+
+    def __call__(self, drafter: DFlashDrafter, row: Arguments, *, seed: int) -> tuple[Tensor, Metrics]:
+        """Take a step that leaves gradients and stepped weights."""
+        loss, metrics = forward_backward(drafter, row, seed=seed)
+        return loss, metrics | {"grad_norm": self._optimizer.step(MAX_NORM)}
+
+
+def step_name(step: Step) -> str:
+    """Return in words what a step is."""
+    if step is forward_only:
+        return "forward"
+    return "forward + backward + optimizer" if isinstance(step, TrainingStep) else "forward + backward"
 
 
 def open_workplace(size: DrafterSize, *, title: str) -> Machine:
@@ -92,13 +113,6 @@ def execution_of(config: DrafterConfig, machine: Machine, step: Step) -> Executi
         dtype=getattr(torch, config.dtype),
         needs_gradients=step is not forward_only,
     )
-
-
-def ways_text(execution: Execution) -> str:
-    """Return in words how a drafter computes."""
-    chunks = f" of {execution.chunk_blocks} blocks" if execution.attention == "sdpa_math" else ""
-    kernels = "compiled kernels" if execution.is_compiled else "nothing compiled"
-    return f"{execution.attention}{chunks}, {kernels}"
 
 
 def random_row(size: DrafterSize, lengths: Sequence[int], device: torch.device) -> Arguments:
