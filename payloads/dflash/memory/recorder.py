@@ -234,8 +234,10 @@ class Recorder(TorchDispatchMode):
         return 0.0 if tensor.dtype.is_floating_point else tensor.dtype != torch.bool and 0
 
     def _known(self, tensor: Tensor) -> Tensor | None:
-        record = self.record_of(tensor)
         values: Tensor | None = getattr(tensor, _VALUES, None)
+        if values is None:
+            return None
+        record = self.record_of(tensor)
         return None if record is not None and record.is_written else values
 
     def _keep_values(
@@ -243,9 +245,9 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         if result.dtype.is_floating_point or result.numel() > KEPT_ELEMENTS:
             return
-        known = tree_map_only(CardTensor, self._known, args)
-        if function in _MOVES and known[0] is None:
+        if function in _MOVES and self._known(args[0]) is None:
             return
+        known = tree_map_only(CardTensor, self._known, args)
         on_host = {**named, "device": torch.device("cpu")} if "device" in named else named
         setattr(result, _VALUES, function(*known, **on_host))
 

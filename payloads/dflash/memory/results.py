@@ -69,12 +69,12 @@ class _Same(NamedTuple):
 
 
 class _View(NamedTuple):
-    """The result looks at that argument's storage."""
+    """The result looks at that argument's storage, so many elements behind it."""
 
     argument: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    offset: int
+    distance: int
     dtype: torch.dtype
 
 
@@ -105,6 +105,8 @@ class Results:
         if function is torch.ops.aten.slice.Tensor and not named:
             # Those of chunks differ from call to call.
             return _slice(*args)
+        if function is torch.ops.aten.as_strided.default:  # from where the storage begins
+            return _asked(function, args, named)
         return self.remembered(
             function, (*args, *named, *named.values()), lambda: _asked(function, args, named)
         )
@@ -165,7 +167,9 @@ def _formed(form: _Form, tensors: Sequence[Tensor]) -> Tensor | None:
         return empty_strided(*form)
     if isinstance(form, _Nothing):
         return None
-    return CardTensor(_looking_at(tensors[form.argument], *form[1:]))
+    base = tensors[form.argument]
+    offset = base.storage_offset() + form.distance
+    return CardTensor(_looking_at(base, form.shape, form.strides, offset, form.dtype))
 
 
 def _looking_at(
@@ -211,7 +215,7 @@ def _key(values: Any, tensors: list[Tensor]) -> list[Any]:
     for value in values:
         if isinstance(value, Tensor):
             tensors.append(value)
-            parts.append((type(value), value.shape, value.stride(), value.storage_offset(), value.dtype))
+            parts.append((type(value), value.shape, value.stride(), value.dtype))
         elif isinstance(value, list | tuple):
             parts.append(tuple(_key(value, tensors)))
         elif isinstance(value, _PLAIN):
@@ -240,7 +244,10 @@ def _form(result: Any, tensors: Sequence[Tensor]) -> _Form | None:
         if result is tensor:
             return _Same(number)
         if type(tensor) is CardTensor and tensor.untyped_storage()._cdata == storage._cdata:
-            return _View(number, shape, strides, int(result.storage_offset()), result.dtype)
+            if result.element_size() != tensor.element_size():
+                return None
+            distance = int(result.storage_offset() - tensor.storage_offset())
+            return _View(number, shape, strides, distance, result.dtype)
     reach = sum((length - 1) * step for length, step in zip(shape, strides, strict=True)) + 1
     size = result.element_size() * (reach if result.numel() else 0)
     is_filled = result.storage_offset() == 0 and storage.nbytes() == size

@@ -130,7 +130,7 @@ class _Functions(TorchFunctionMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Do as the card would."""
-        named = dict(kwargs or {})
+        named = kwargs or {}
         if function is functional.rms_norm and args[0].device == SIMULATED:
             return _rms_norm(*args, **named)
         if function is torch.tensor and named.get("device") == SIMULATED:
