@@ -18,8 +18,7 @@ from dflash.attention import Attend
 from dflash.config import DrafterConfig
 from dflash.feed_forward import FeedForwardWeights, feed_forward
 from dflash.projections import Plan, ProjectionWeights, project
-
-PART_COLUMNS = 4352  # a quarter of the reference's; narrower ones leave the card's matrix units idle
+from dflash.tiling import PART_COLUMNS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

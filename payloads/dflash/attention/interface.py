@@ -12,7 +12,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-TILE_ROWS = 128  # flex attention's own default, and what its kernels are tuned for
+from dflash.tiling import TILE_ROWS
+
+__all__ = ["TILE_ROWS", "Attend", "KeyLayout", "dense_layout", "padded_layout"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

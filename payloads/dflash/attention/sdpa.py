@@ -20,11 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dflash.attention.interface import dense_layout
 from dflash.platforms import platform_of
+from dflash.tiling import CHUNK_SLOTS
 from dflash.visibility import Visibility
-
-# Every slot of a chunk meets all its slots, so a large chunk wastes keys (512 beside 2,000 to 8,000 of the
-# context at the reference shape), and a small one leaves the card idle.
-CHUNK_SLOTS = 512
 
 
 class ChunkedAttention:
