@@ -16,6 +16,8 @@
     │   ├── AuthenticationFailed      the host refused every credential
     │   ├── HostUnfit                 connected, but the run cannot start there
     │   └── ProtocolError             the far side said something that orch does not understand
+    ├── ProgramFailed              3  a payload's own program has no answer
+    │   └── NeedsTorch                because the interpreter that runs it lacks what it needs
     ├── StorageError               4  this machine's disk or ledger
     └── RecordsAltered             5  a run's records are not what they were
 
@@ -37,8 +39,10 @@ __all__ = [
     "HostKeyChanged",
     "HostKeyUnknown",
     "HostUnfit",
+    "NeedsTorch",
     "OrchError",
     "PayloadRefused",
+    "ProgramFailed",
     "ProtocolError",
     "RecordsAltered",
     "StorageError",
@@ -148,6 +152,16 @@ class HostUnfit(HostError):
 
 class ProtocolError(HostError):
     """The supervisor's reply did not follow the protocol."""
+
+
+class ProgramFailed(OrchError):
+    """A program that a payload ships for us (an estimate, its shapes) failed, or answered in another form."""
+
+    exit_code: ClassVar[int] = 3
+
+
+class NeedsTorch(ProgramFailed):
+    """The interpreter here has no torch, or one that cannot do it: another one may."""
 
 
 class StorageError(OrchError):

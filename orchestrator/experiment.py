@@ -82,9 +82,10 @@ class Expectation:
 class Experiment:
     """What is run; ``name`` is the file's, no ``devices`` means no card.
 
-    The program is a ``module`` of ``payload``, a ``script`` (its path in what is shipped: the payload, or the
-    one file at ``path``) with ``args``, or a ``command``, an argument vector for which nothing is shipped; or
-    it ``prepares`` what a run needs, as that run's job says it. ``setup`` is what has to be prepared before.
+    The program is a ``module`` of ``payload`` or a ``script`` (its path in what is shipped: the payload, or
+    the one file at ``path``), each with ``args``, or a ``command``, an argument vector for which nothing is
+    shipped; or it ``prepares`` what a run needs, as that run's job says it. ``setup`` is what has to be
+    prepared before.
     Several ``processes`` are ranks of that program; ``memory_limit_bytes`` is what each card is to look as if
     it had. ``case`` is the label of the matrix's case that it is; while there is a ``matrix`` it stands for
     many.

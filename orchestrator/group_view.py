@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from rich.table import Table
@@ -64,15 +65,25 @@ def group_notes(reports: Sequence[Report]) -> list[str]:
     return [*lines, f"{left_out} more metrics: --json shows them"] if left_out > 0 else lines
 
 
-def group_json(group_id: str, reports: Sequence[Report]) -> dict[str, Any]:
-    """Returns what `group_table` shows and each run's whole summary."""
+def group_json(
+    group_id: str,
+    reports: Sequence[Report],
+    predictions: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """Returns what `group_table` shows and each run's whole summary; ``predictions`` are by run."""
     return {
         "group_id": group_id,
         "exit_code": group_exit_code(reports),
         "runs": [
             {
                 "case": report.row.job.get("case"),
-                **summary_json(report.row, report.outcome, report.verdict, report.observed),
+                **summary_json(
+                    report.row,
+                    report.outcome,
+                    report.verdict,
+                    report.observed,
+                    prediction=predictions.get(report.row.run_id),
+                ),
             }
             for report in reports
         ],

@@ -82,10 +82,14 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inventory:
-    """The hosts of one project, by name and in the file's order."""
+    """The hosts of one project, by name and in the file's order.
+
+    ``estimate_python`` is the interpreter here that runs a payload's own programs, None for orch's own.
+    """
 
     path: Path
     hosts: Mapping[str, Host]
+    estimate_python: str | None = None
 
     def host(self, name: str) -> Host:
         """Returns the host called ``name``.
@@ -118,7 +122,7 @@ def find_inventory(start: Path) -> Path:
 
 
 def load_inventory(path: Path) -> Inventory:
-    """Reads and checks every host.
+    """Reads and checks all of it.
 
     Raises:
         ConfigError: the first thing that is wrong, with its line.
@@ -131,7 +135,7 @@ def load_inventory(path: Path) -> Inventory:
     for name, entry in document.hosts.items():
         if entry.transport == "proxmox":
             hosts[name] = _container(source, entry, hosts[name], hosts)
-    return Inventory(path=path.absolute(), hosts=hosts)
+    return Inventory(path=path.absolute(), hosts=hosts, estimate_python=_estimate_python(source, document))
 
 
 class _Way(StrictModel):
@@ -159,8 +163,20 @@ class _Entry(_Way):
     setup: SetupForm | None = None
 
 
+class _Estimate(StrictModel):
+    python: str
+
+
 class _Document(StrictModel):
     hosts: dict[str, _Entry]
+    estimate: _Estimate | None = None
+
+
+def _estimate_python(source: Source, document: _Document) -> str | None:
+    if document.estimate is None:
+        return None
+    with source.at("estimate", "python"):
+        return _python(document.estimate.python)
 
 
 def _host(source: Source, name: str, entry: _Entry) -> Host:

@@ -94,10 +94,11 @@ def program_of(job: Mapping[str, Any]) -> Program:
         return Program("prepares", setup_text(made))
     if isinstance(command := job.get("command"), list):
         return Program("command", shlex.join(map(str, command)))
+    args = job.get("args")
+    words = map(str, args if isinstance(args, list) else ())
     if script := job.get("script"):
-        args = job.get("args")
-        return Program("script", shlex.join([str(script), *map(str, args if isinstance(args, list) else ())]))
-    return Program("module", str(job.get("module") or "?"))
+        return Program("script", shlex.join([str(script), *words]))
+    return Program("module", " ".join([str(job.get("module") or "?"), *map(shlex.quote, words)]))
 
 
 def setup_text(spec: Mapping[str, Any]) -> str:
@@ -126,7 +127,7 @@ def _program(experiment: Experiment) -> dict[str, Any]:
     if experiment.script is not None:
         return {"script": experiment.script, "args": experiment.args}
     assert experiment.module is not None
-    return {"module": experiment.module}
+    return {"module": experiment.module, **({"args": experiment.args} if experiment.args else {})}
 
 
 def _env(experiment: Experiment, host: Host) -> dict[str, str | Secret]:

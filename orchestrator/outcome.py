@@ -12,6 +12,7 @@ from typing import Any
 
 from orchestrator.fields import devices_text
 from orchestrator.lifecycle import State
+from orchestrator.memory_held import Held, read_held
 from orchestrator.supervisor import ranks
 from orchestrator.text import gib
 
@@ -88,7 +89,8 @@ class Outcome:
     ``rank1/NAME``. ``survivors`` could not be ended. ``unproven`` is what was asked for and never reported
     from inside. ``notes`` are oddities that change no verdict; of these and of the mismatches there are at
     most `MOST_NOTES`. ``prepared`` are the environments that it used. ``is_cut``: the run's log limit
-    removed more than output before it was mirrored, so that what that said is not known.
+    removed more than output before it was mirrored, so that what that said is not known. ``held`` says who
+    held a card's memory at the peak.
     """
 
     end: str | None = None
@@ -121,6 +123,7 @@ class Outcome:
     card_use: tuple[CardUse, ...] = ()
     prepared: tuple[str, ...] = ()
     memory_limits: tuple[MemoryLimit, ...] = ()
+    held: tuple[Held, ...] = ()
 
     @property
     def state(self) -> State:
@@ -148,7 +151,14 @@ def outcome_of(records: Iterable[Record]) -> Outcome:
     error: ranks that lose their peer fail with other errors after it. Of several process exits the end
     record's code and signal count.
     """
-    found: dict[str, Any] = {"metrics": {}, "exceptions": {}, "peaks": {}, "limits": {}, "proofs": set()}
+    found: dict[str, Any] = {
+        "metrics": {},
+        "exceptions": {},
+        "peaks": {},
+        "limits": {},
+        "held": {},
+        "proofs": set(),
+    }
     for record in records:
         read = _READERS.get(str(record.get("kind")))
         if read is not None:
@@ -163,6 +173,7 @@ def outcome_of(records: Iterable[Record]) -> Outcome:
     proofs = found.pop("proofs")
     found["peak_memory"] = tuple(peak for _, peaks in sorted(found.pop("peaks").items()) for peak in peaks)
     found["memory_limits"] = tuple(limit for _, limit in sorted(found.pop("limits").items()))
+    found["held"] = tuple(held for _, held in sorted(found.pop("held").items()))
     found["metrics"] = {
         f"rank{rank}/{name}" if rank else name: value
         for rank, told in sorted(found["metrics"].items())
@@ -259,6 +270,8 @@ def _read_event(found: dict[str, Any], record: Record) -> None:
         value, rank = _number(event.get("value")), _rank(_proc(record))
         told = found["metrics"].setdefault(rank, {})
         told[event["name"]] = math.nan if value is None else value
+    if event.get("kind") == "memory" and (held := read_held(_proc(record), event)) is not None:
+        found["held"][_rank(held.proc), held.index] = held
     if event.get("kind") == "warning":
         _note(found, f"the payload warns: {_text(event.get('about'))}: {_text(event.get('message'))}")
 

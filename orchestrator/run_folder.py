@@ -1,7 +1,8 @@
 """A run's folder on this machine: where its mirror lies, what the controller alone knows, who is at work.
 
-``<home>/runs/<run-id>/`` holds records/ (the mirror), observations.jsonl, pull.lock, start.lock and cancel.
-An observation is one JSON line; each seal that was checked on arrival is pinned as one.
+``<home>/runs/<run-id>/`` holds records/ (the mirror), observations.jsonl, prediction.json, pull.lock,
+start.lock and cancel. An observation is one JSON line; each seal that was checked on arrival is one, and so
+pinned.
 """
 
 from __future__ import annotations
@@ -96,6 +97,33 @@ class RunFolder:
             file.flush()
             os.fsync(file.fileno())
         new.rename(self.observations_path)
+
+    def keep_prediction(self, prediction: Record) -> None:
+        """Keeps what was predicted of the run before it began, in a file that is replaced whole.
+
+        Raises:
+            StorageError: the disk does not take it.
+        """
+        new = self.path / "prediction.json.new"
+        with self._storing("keep what was predicted"):
+            self.make()
+            with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+                json.dump(prediction, file)
+            new.rename(self.path / "prediction.json")
+
+    @property
+    def has_prediction(self) -> bool:
+        """Something was predicted of the run before it began."""
+        return (self.path / "prediction.json").exists()
+
+    @property
+    def prediction(self) -> Record | None:
+        """What `keep_prediction` kept; None where there is nothing, or nothing whole."""
+        try:
+            kept = json.loads((self.path / "prediction.json").read_bytes())
+        except (OSError, ValueError, RecursionError):
+            return None
+        return kept if isinstance(kept, dict) else None
 
     @property
     def was_removed(self) -> bool:

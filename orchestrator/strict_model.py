@@ -1,9 +1,10 @@
 """The form of a YAML file as classes: which keys a mapping has, of which kind, and what is wrong with one.
 
-A subclass of `StrictModel` declares fields as a dataclass does. Nothing is converted and no key is passed
-over (a whole number does for a float, as in JSON). Known kinds are ``str``, ``int``, ``float``, ``bool``,
-``Any``, ``Literal`` words, models, ``dict[str, X]``, ``list[X]``, ``X | None``, and `Range` by way of
-``Annotated``. Small, because every command pays for it: see docs/decisions/0008-speed.md.
+A subclass of `StrictModel` declares fields as a dataclass does. Nothing is converted (a whole number does for
+a float, as in JSON), and no key is passed over unless the class says that it ``is_open``. Known kinds are
+``str``, ``int``, ``float``, ``bool``, ``Any``, ``Literal`` words, models, ``dict[str, X]``, ``list[X]``,
+``X | None``, and `Range` by way of ``Annotated``. Small, because every command pays for it: see
+docs/decisions/0008-speed.md.
 Knows nothing of files and lines: a `Problem` names its place by keys.
 """
 
@@ -70,6 +71,7 @@ def Field(*, default_factory: Callable[[], Any]) -> Any:  # noqa: N802  (reads a
 class StrictModel:
     """A checked mapping: its fields as attributes, and in ``model_fields_set`` those that were given."""
 
+    is_open: ClassVar[bool] = False
     _fields: ClassVar[Mapping[str, Any] | None] = None
     model_fields_set: frozenset[str]
 
@@ -123,7 +125,7 @@ def _model(kind: type[StrictModel], value: Any, keys: Keys, problems: list[Probl
             found[name] = _value(hint, value[name], (*keys, name), problems)
         elif not hasattr(kind, name):
             problems.append(Problem((*keys, name), "is missing"))
-    for name in [name for name in value if name not in fields]:
+    for name in [name for name in value if name not in fields and not kind.is_open]:
         hint = did_you_mean(str(name), fields) or f"; known are {', '.join(fields)}"
         problems.append(Problem((*keys, name), f"unknown key {quoted(name)}{hint}", is_key=True))
     return kind(**found) if not problems else None

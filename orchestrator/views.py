@@ -104,10 +104,12 @@ def summary(
     *,
     now_t: float = 0.0,
     artifacts: Mapping[str, Sequence[Fetched]] = MappingProxyType({}),
+    estimate: str = "",
 ) -> Table:
     """Returns everything that tells what a run was and what became of it, as labels and values.
 
-    ``artifacts``: the files that were fetched, by the folder that they are in.
+    ``artifacts``: the files that were fetched, by the folder that they are in; ``estimate``: what was
+    predicted of its memory.
     """
     table = _grid()
     table.add_column(style="bold", no_wrap=True)
@@ -116,7 +118,7 @@ def summary(
     parts = (
         _what(row),
         _where(row, outcome),
-        _result(row, outcome, verdict, state, tuple(_artifact_lines(artifacts))),
+        _result(row, outcome, verdict, state, estimate, tuple(_artifact_lines(artifacts))),
     )
     for label, values in itertools.chain.from_iterable(parts):
         style = verdict_style(verdict) if label == "verdict" else ""
@@ -162,6 +164,7 @@ def summary_json(
     observed: Observed | None = None,
     *,
     artifacts: Mapping[str, Sequence[Fetched]] = MappingProxyType({}),
+    prediction: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Returns what `summary` shows; a metric that is not finite is null."""
     metrics = {name: value if math.isfinite(value) else None for name, value in outcome.metrics.items()}
@@ -170,6 +173,7 @@ def summary_json(
         "outcome": {**asdict(outcome), "metrics": metrics},
         "verdict": None if verdict is None else asdict(verdict),
         "artifacts": {to: [asdict(file) for file in files] for to, files in artifacts.items()},
+        "prediction": prediction,
     }
 
 
@@ -226,7 +230,12 @@ def _where(row: RunRow, outcome: Outcome) -> _Lines:
 
 
 def _result(
-    row: RunRow, outcome: Outcome, verdict: Verdict | None, state: str, artifacts: tuple[str, ...]
+    row: RunRow,
+    outcome: Outcome,
+    verdict: Verdict | None,
+    state: str,
+    estimate: str,
+    artifacts: tuple[str, ...],
 ) -> _Lines:
     yield "times", (_times(row, outcome),)
     rss = outcome.peak_rss_bytes
@@ -234,6 +243,8 @@ def _result(
     peaks = (*map(_peak, outcome.peak_memory), *(() if rss is None else (f"host {gib(rss)} {where}",)))
     if peaks:
         yield "peak memory", peaks
+    if estimate:
+        yield "estimate", (estimate,)
     if outcome.metrics:
         yield "metrics", _metrics(outcome.metrics)
     if artifacts:

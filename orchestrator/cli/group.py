@@ -10,6 +10,7 @@ from dataclasses import replace
 from orchestrator import reconciling, runs, submitting
 from orchestrator.cancelling import cancel_all
 from orchestrator.cli.collecting import collect_artifacts
+from orchestrator.cli.estimates import beside_measured, estimating
 from orchestrator.cli.leaving import Left, leaving, say_goodbye
 from orchestrator.cli.plans import bundle_line, group_plan_json, group_text
 from orchestrator.cli.terminal import Screen
@@ -32,7 +33,7 @@ from orchestrator.log_lines import LineAssembler, LogLine
 from orchestrator.log_view import render, waiting_note
 from orchestrator.runs import Report
 from orchestrator.starting import Plan
-from orchestrator.text import counted
+from orchestrator.text import counted, printable
 from orchestrator.workspace import Workspace
 
 
@@ -44,6 +45,7 @@ def run_group(
     detach: bool,
     dry_run: bool,
     as_json: bool,
+    has_estimate: bool,
 ) -> int:
     """Runs every case on every host; returns the exit code."""
     plans = submitting.prepare_group(workspace, experiment, hosts)
@@ -56,8 +58,9 @@ def run_group(
         f"group {group_id} of {experiment.name}, {len(plans)} runs on {named}, {bundle_line(plans[0].bundle)}"
     )
     try:
-        with leaving():
+        with leaving(), estimating(workspace, plans, screen, is_wanted=has_estimate) as tell_estimates:
             are_submitted = _submit(workspace, submitting.with_preparations(workspace, plans), screen)
+            tell_estimates()
     except Left as left:
         screen.close()
         text = f"left while group {group_id} was being submitted; what was not will never run"
@@ -94,7 +97,7 @@ def show_group(workspace: Workspace, rows: Sequence[RunRow], *, as_json: bool) -
     """Shows how each run of a group stands; returns 0, or 5 when one's records were altered, as for a run."""
     group_id = rows[0].group_id
     reports = _reports(workspace, group_id, Screen())
-    _print(group_id, reports, as_json=as_json)
+    _print(workspace, group_id, reports, as_json=as_json)
     altered = RecordsAltered.exit_code
     return altered if group_exit_code(reports) == altered else 0
 
@@ -107,7 +110,7 @@ def cancel_group(
     try:
         with leaving():
             code = _cancel(workspace, group_id, screen, grace_s=grace_s)
-            _print(group_id, _reports(workspace, group_id, screen), as_json=as_json)
+            _print(workspace, group_id, _reports(workspace, group_id, screen), as_json=as_json)
     except Left as left:
         done = "it is being cancelled over there:"
         return say_goodbye(left, group_id, done=done, what="group", come_back="orch wait")
@@ -223,7 +226,7 @@ def _follow_to_the_end(
     for report in reports:
         if runs.is_settled(report.row):
             collect_artifacts(workspace, report.row.run_id, screen)
-    _print(group_id, reports, as_json=as_json)
+    _print(workspace, group_id, reports, as_json=as_json)
     return group_exit_code(reports)
 
 
@@ -237,11 +240,17 @@ def _reports(workspace: Workspace, group_id: str, screen: Screen) -> list[Report
     return [replace(report, observed=looked.seen.get(report.row.run_id)) for report in reports]
 
 
-def _print(group_id: str, reports: Sequence[Report], *, as_json: bool) -> None:
+def _print(workspace: Workspace, group_id: str, reports: Sequence[Report], *, as_json: bool) -> None:
+    besides = {report.row.run_id: beside_measured(workspace, report) for report in reports}
+    predicted = {run_id: beside for run_id, beside in besides.items() if beside is not None}
     if as_json:
-        print(json.dumps(group_json(group_id, reports), indent=2))
+        predictions = {run_id: beside.as_json() for run_id, beside in predicted.items()}
+        print(json.dumps(group_json(group_id, reports, predictions), indent=2))
         return
     show_table(group_table(reports, now_t=time.time()))
+    for report in reports:
+        if (beside := predicted.get(report.row.run_id)) is not None:
+            print(printable(f"estimate of {case_of(report.row)} on {report.row.host}: {beside.line}"))
     for note in group_notes(reports):
         print(note)
     print(f"group {group_id}: {group_tally(reports)}")

@@ -11,6 +11,7 @@ import click
 
 from orchestrator import cancelling, reconciling, runs, views
 from orchestrator.artifact_folder import fetched_here
+from orchestrator.cli.estimates import beside_measured
 from orchestrator.cli.group import cancel_group, show_group, wait_group
 from orchestrator.cli.leaving import Left, leaving, say_goodbye
 from orchestrator.cli.options import inventory_option, json_option, open_workspace, run_argument
@@ -47,10 +48,17 @@ def show(run: str, inventory: Path | None, as_json: bool) -> int:
                 report = replace(report, observed=seen)
         shown = (report.row, report.outcome, report.verdict, report.observed)
         artifacts = fetched_here(workspace.folder(run_id))
+        beside = beside_measured(workspace, report)
         if as_json:
-            print(json.dumps(views.summary_json(*shown, artifacts=artifacts), indent=2))
+            prediction = None if beside is None else beside.as_json()
+            print(
+                json.dumps(views.summary_json(*shown, artifacts=artifacts, prediction=prediction), indent=2)
+            )
         else:
-            show_table(views.summary(*shown, now_t=time.time(), artifacts=artifacts))
+            estimate = "" if beside is None else beside.line
+            show_table(views.summary(*shown, now_t=time.time(), artifacts=artifacts, estimate=estimate))
+            if beside is not None:
+                beside.show()
         is_altered = report.verdict is not None and report.verdict.name == "altered"
         return RecordsAltered.exit_code if is_altered else 0
 

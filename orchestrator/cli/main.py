@@ -2,9 +2,9 @@
 
 Commands are imported when they are called, so that ``orch --help`` costs next to nothing.
 
-Exit codes: 0 good, 1 the run's verdict is not good or `doctor` found a fault, 2 the input was refused and
-nothing was done, 3 a host cannot do it, 4 this machine cannot store it, 5 records are not what they were, 130
-and 143 the view was left by Ctrl-C or SIGTERM (the run goes on).
+Exit codes: 0 good, 1 the run's verdict is not good, `doctor` found a fault or an estimate does not fit, 2 the
+input was refused and nothing was done, 3 a host cannot do it, 4 this machine cannot store it, 5 records are
+not what they were, 130 and 143 the view was left by Ctrl-C or SIGTERM (the run goes on).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class _Entry(NamedTuple):
 
 COMMANDS = {
     "run": _Entry("run", "Run an experiment or a script on hosts, follow it, end with a verdict."),
+    "estimate": _Entry("estimate", "Say what an experiment's runs will hold on a card, without one."),
     "exec": _Entry("execute", "Run any command on a host as a run; nothing is sent.", "execute"),
     "rerun": _Entry("run", "Run the same code and job once more, as a new run."),
     "prepare": _Entry("prepare", "Prepare on a host what its runs need, once."),

@@ -23,6 +23,12 @@ inventory_option = click.option(
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 detach_option = click.option("--detach", is_flag=True, help="Start it and return.")
 dry_run_option = click.option("--dry-run", is_flag=True, help="Show what would run; contact nobody.")
+estimate_option = click.option(
+    "--estimate/--no-estimate",
+    "has_estimate",
+    default=True,
+    help="Say first what it will hold on its card (default), where the payload can tell.",
+)
 wait_option = click.option(
     "--wait/--no-wait",
     "waits_for_cards",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -19,11 +19,13 @@ from orchestrator import runs, starting, views
 from orchestrator.adhoc import ProgramOptions, script_experiment
 from orchestrator.artifact_folder import fetched_here
 from orchestrator.cli.collecting import collect_artifacts
+from orchestrator.cli.estimates import beside_measured, estimating
 from orchestrator.cli.leaving import Left, leaving, say_goodbye
 from orchestrator.cli.options import (
     ProgramCommand,
     detach_option,
     dry_run_option,
+    estimate_option,
     inventory_option,
     json_option,
     open_workspace,
@@ -61,6 +63,7 @@ from orchestrator.workspace import Workspace
 @script_options
 @wait_option
 @share_option
+@estimate_option
 @detach_option
 @dry_run_option
 @inventory_option
@@ -73,6 +76,7 @@ def run(
     overrides: tuple[str, ...],
     waits_for_cards: bool,
     shares_cards: bool,
+    has_estimate: bool,
     detach: bool,
     dry_run: bool,
     inventory: Path | None,
@@ -104,15 +108,23 @@ def run(
             _refuse_other_programs(experiment)
             loaded = load_experiment(experiment, profile=profile, overrides=overrides)
         loaded = replace(loaded, waits_for_cards=waits_for_cards, shares_cards=shares_cards)
+        how = {"detach": detach, "dry_run": dry_run, "as_json": as_json, "has_estimate": has_estimate}
         if loaded.matrix is not None or len(hosts) > 1:
             from orchestrator.cli.group import run_group  # noqa: PLC0415  (a single run has no use for it)
 
-            return run_group(workspace, loaded, hosts, detach=detach, dry_run=dry_run, as_json=as_json)
-        return run_one(workspace, loaded, hosts[0], detach=detach, dry_run=dry_run, as_json=as_json)
+            return run_group(workspace, loaded, hosts, **how)
+        return run_one(workspace, loaded, hosts[0], **how)
 
 
 def run_one(
-    workspace: Workspace, experiment: Experiment, host: Host, *, detach: bool, dry_run: bool, as_json: bool
+    workspace: Workspace,
+    experiment: Experiment,
+    host: Host,
+    *,
+    detach: bool,
+    dry_run: bool,
+    as_json: bool,
+    has_estimate: bool = False,
 ) -> int:
     """Runs an experiment without a matrix on one host; returns the exit code."""
     plan = starting.prepare(workspace, experiment, host)
@@ -122,7 +134,8 @@ def run_one(
     screen = Screen(lines_to_stderr=as_json)
     watcher = RunWatcher(screen, plan.job["run_id"], host.name)
     screen.note(f"run {plan.job['run_id']} of {experiment.name} on {host.name}, {bundle_line(plan.bundle)}")
-    return _launch(workspace, plan, watcher, detach=detach, as_json=as_json)
+    with estimating(workspace, [plan], screen, is_wanted=has_estimate) as tell_estimate:
+        return _launch(workspace, plan, watcher, tell_estimate, detach=detach, as_json=as_json)
 
 
 def _refuse_for_script(profile: str | None, overrides: tuple[str, ...]) -> None:
@@ -153,10 +166,18 @@ def _refuse_other_programs(experiment: Path) -> None:
 @click.command()
 @run_argument
 @click.option("--host", "host_name", metavar="NAME", help="Another host than the one it ran on.")
+@estimate_option
 @detach_option
 @inventory_option
 @json_option
-def rerun(run: str, host_name: str | None, detach: bool, inventory: Path | None, as_json: bool) -> int:
+def rerun(
+    run: str,
+    host_name: str | None,
+    has_estimate: bool,
+    detach: bool,
+    inventory: Path | None,
+    as_json: bool,
+) -> int:
     """Run what RUN did once more: its code and its job as they were, as a new run; exit like `orch run`.
 
     Nothing is read from the payload's folder, the experiment's file, or the variables in the inventory.
@@ -171,7 +192,8 @@ def rerun(run: str, host_name: str | None, detach: bool, inventory: Path | None,
         screen.note(
             f"run {plan.job['run_id']}, retry of {run_id}, on {host.name}, {bundle_line(plan.bundle)}"
         )
-        return _launch(workspace, plan, watcher, detach=detach, as_json=as_json)
+        with estimating(workspace, [plan], screen, is_wanted=has_estimate) as tell_estimate:
+            return _launch(workspace, plan, watcher, tell_estimate, detach=detach, as_json=as_json)
 
 
 def _bring_up_to_date(workspace: Workspace, run_id: str, screen: Screen) -> None:
@@ -256,24 +278,35 @@ def finish(workspace: Workspace, run_id: str, *, as_json: bool) -> int:
     collect_artifacts(workspace, run_id, Screen(lines_to_stderr=as_json))
     shown = (report.row, report.outcome, report.verdict)
     artifacts = fetched_here(workspace.folder(run_id))
+    beside = beside_measured(workspace, report)
     if as_json:
-        print(json.dumps(views.summary_json(*shown, artifacts=artifacts), indent=2))
+        prediction = None if beside is None else beside.as_json()
+        print(json.dumps(views.summary_json(*shown, artifacts=artifacts, prediction=prediction), indent=2))
     else:
-        show(views.summary(*shown, artifacts=artifacts))
+        estimate = "" if beside is None else beside.line
+        show(views.summary(*shown, artifacts=artifacts, estimate=estimate))
     return report.exit_code
 
 
 def _launch(
-    workspace: Workspace, plan: starting.Plan, watcher: RunWatcher, *, detach: bool, as_json: bool
+    workspace: Workspace,
+    plan: starting.Plan,
+    watcher: RunWatcher,
+    tell_estimate: Callable[[], None],
+    *,
+    detach: bool,
+    as_json: bool,
 ) -> int:
     run_id = plan.job["run_id"]
     try:
         with leaving():
             following = starting.launch(workspace, plan, watcher, is_followed=not detach)
             if following is None:
+                tell_estimate()
                 print(json.dumps({"run_id": run_id}) if as_json else run_id)
                 return 0
             with following:
+                tell_estimate()
                 for preparer in watcher.preparers:
                     show_preparation(workspace, preparer, watcher)
                 _show_records(workspace, watcher, following.records(watcher))

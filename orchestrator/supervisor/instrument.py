@@ -291,6 +291,7 @@ def _device(torch: Any, index: int) -> Dict[str, Any]:
         "name": properties.name,
         "uuid": None if uuid is None else "GPU-%s" % str(uuid).replace("GPU-", ""),
         "total_bytes": properties.total_memory,
+        "capability": [getattr(properties, "major", None), getattr(properties, "minor", None)],
     }
 
 

@@ -66,7 +66,8 @@ def argv(
     preparation: str = "",
 ) -> List[str]:
     """Returns what to execute, modules and scripts by ``python``; for a module its parameters are written to
-    params.json. ``preparation`` is what a run that prepares an environment tells `prepare`.
+    params.json, which is named behind its arguments. ``preparation`` is what a run that prepares something
+    tells `prepare`.
 
     Raises:
         Refused: the script is none of the bundle's files.
@@ -85,7 +86,7 @@ def argv(
     params = os.path.join(run.path, "params.json")
     with open(params, "w", encoding="utf-8") as file:
         json.dump(job["params"], file, indent=1)
-    return [python, instrument, job["module"], "--params", params]
+    return [python, instrument, job["module"], *(job.get("args") or ()), "--params", params]
 
 
 def spawn(

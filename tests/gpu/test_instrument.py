@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from orchestrator import supervisor
+from orchestrator.host_cards import HostCard
 
 pytestmark = pytest.mark.gpu
 
@@ -50,6 +51,17 @@ def run_with_events(program: Path, **variables: str) -> tuple[list[dict[str, Any
         )
         os.close(writer)
         return [json.loads(line) for line in events], done.stdout.decode()
+
+
+def test_a_card_is_told_so_that_an_estimate_can_be_for_it(card: torch.device, tmp_path: Path) -> None:
+    program = tmp_path / "use.py"
+    program.write_text('import torch\ntorch.zeros(1, device="cuda")\n')
+    facts, _ = run_with_events(program, CUDA_VISIBLE_DEVICES="0")
+    (devices,) = (event["devices"] for event in facts if "devices" in event)
+    told = HostCard.of(devices[0])
+    assert told is not None
+    assert told.capability == torch.cuda.get_device_capability(card)
+    assert told.total_bytes == torch.cuda.get_device_properties(card).total_memory
 
 
 def test_a_card_that_is_to_look_smaller_has_no_more_than_that(card: torch.device, tmp_path: Path) -> None:

@@ -53,6 +53,17 @@ class ScriptTest(HostCase):
             self.assertIn(script, end["reason"])
 
 
+class ModuleTest(HostCase):
+    def test_its_arguments_stand_before_its_parameters(self) -> None:
+        code = """
+            import json, sys
+            print(json.dumps([sys.argv[1:-1], json.load(open(sys.argv[-1]))]))
+            """
+        records = self.run_code(code, args=["--card", "$(id) *"], params={"n": 1})
+        got = json.loads(stream_bytes(records, "stdout"))
+        self.assertEqual(got, [["--card", "$(id) *", "--params"], {"n": 1}])
+
+
 class CommandTest(HostCase):
     def run_command(self, *command: str, **changes: Any) -> List[Dict[str, Any]]:
         job, _, _ = self.job("", module=None, command=list(command), **changes)

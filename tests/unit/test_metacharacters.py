@@ -131,6 +131,17 @@ INVENTORY = (
     _host("env.*", "env", "NAME", accepts=VARIABLE, read=lambda hosts: hosts.host("h").env["NAME"]),
     _host("env.*", "env", "NAME", "from_env", host={**SSH, "env": {"NAME": {"secret": True}}}),
     _host("env.*", "env", "NAME", TEXT, holds="x"),
+    *(
+        Field(
+            path="estimate.python",
+            at=("estimate", "python"),
+            holds=holds,
+            rest={"hosts": {"h": SSH}},
+            accepts=accepts,
+            read=lambda hosts: hosts.estimate_python,
+        )
+        for holds, accepts in ((TEXT, NOTHING), (f"/opt/{TEXT}/python", IN_A_PATH))
+    ),
 )
 
 # An experiment

@@ -1,0 +1,169 @@
+"""What ``orch run`` says of memory: the prediction before a run, and what is said of it afterwards.
+
+The estimate is made while the connection is made and code is shipped; a run never waits for it, only its view
+does, and not for long.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from threading import Event, Thread
+from typing import Any, Self
+
+from orchestrator.cli.terminal import Screen, show
+from orchestrator.errors import StorageError
+from orchestrator.estimate_view import (
+    comparison_line,
+    comparison_table,
+    estimate_line,
+    failure_text,
+    prediction_json,
+)
+from orchestrator.host_cards import last_card
+from orchestrator.payload_programs import Question, answer_key
+from orchestrator.predicted import Comparison, compare
+from orchestrator.predicting import Forecast, Prediction, forecasts, is_predictable, keep, kept, question_of
+from orchestrator.runs import Report
+from orchestrator.starting import Plan
+from orchestrator.text import counted, printable
+from orchestrator.workspace import Workspace
+
+MOST_S = 15.0
+MOST_LINES = 20
+TICK_S = 0.2
+
+_Found = Sequence[tuple[Plan, Forecast | None]]
+
+
+class Predictor:
+    """Estimates in the background what planned runs will hold; a context manager that ends it."""
+
+    def __init__(self, workspace: Workspace, plans: Sequence[Plan], screen: Screen) -> None:
+        self._workspace = workspace
+        self._screen = screen
+        self._plans = [plan for plan in plans if is_predictable(plan.job, plan.bundle)]
+        hosts = {plan.host.name for plan in self._plans}
+        self._cards = {host: last_card(workspace, host) for host in hosts}
+        self._names: dict[str, str] = {}  # of each run, its question's
+        self._questions: dict[str, Question] = {}
+        for plan in self._plans:
+            card = self._cards[plan.host.name]
+            question = question_of(plan.job, None if card is None else card.text)
+            name = self._names[plan.job["run_id"]] = answer_key(question, None)
+            self._questions[name] = question
+        self._found: dict[str, Forecast] = {}
+        self._stopping = Event()
+        self._give_up_at = time.monotonic() + MOST_S
+        self._thread = Thread(target=self._ask, name="estimate", daemon=True)
+
+    def __enter__(self) -> Self:
+        if self._plans:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopping.set()
+        if self._plans:
+            self._thread.join()
+
+    def tell(self) -> None:
+        """Waits for what is not estimated yet, as long as that is bearable; says it, and keeps it."""
+        if not self._plans:
+            return
+        while self._thread.is_alive() and time.monotonic() < self._give_up_at:
+            self._screen.status("estimating memory")
+            self._thread.join(TICK_S)
+        self._stopping.set()
+        self._screen.close()
+        found = [(plan, self._found.get(self._names[plan.job["run_id"]])) for plan in self._plans]
+        for text in (*self._lines(found), *self._warnings(found)):
+            self._screen.note(f"estimate: {text}")
+
+    def _ask(self) -> None:
+        bundle = self._plans[0].bundle  # the runs of a group have one
+        hosts = list({plan.host.name: plan.host for plan in self._plans}.values())
+        told = self._found.__setitem__
+        forecasts(self._workspace, bundle, self._questions, told, self._stopping, hosts)
+
+    def _lines(self, found: _Found) -> Iterator[str]:
+        """Yields a line for each case that is estimated."""
+        lines = []
+        for plan, forecast in found:
+            estimate = None if forecast is None else forecast.estimate
+            if estimate is not None and estimate.phases:
+                card = self._cards[plan.host.name]
+                self._keep(plan, Prediction(estimate=estimate, card=card))
+                label = f"{plan.job.get('case') or plan.job['experiment']} on {plan.host.name}: "
+                name = None if card is None else card.name
+                line = estimate_line(estimate, name, plan.job.get("memory_limit_bytes"))
+                lines.append(line if len(found) == 1 else f"{label}{line}")
+        yield from lines[:MOST_LINES]
+        if len(lines) > MOST_LINES:
+            yield f"{counted(len(lines) - MOST_LINES, 'more case')}: orch estimate shows them"
+
+    def _keep(self, plan: Plan, prediction: Prediction) -> None:
+        """Keeps a prediction with its run; where this disk does not take it, only that is lost."""
+        try:
+            keep(self._workspace.folder(plan.job["run_id"]), prediction)
+        except StorageError as error:
+            self._screen.note(f"estimate: not kept: {error}")
+
+    def _warnings(self, found: _Found) -> Iterator[str]:
+        """Yields what will not fit, and why a case is not estimated."""
+        estimates = [forecast.estimate for _, forecast in found if forecast and forecast.estimate]
+        unfit = [estimate for estimate in estimates if estimate.verdict == "does not fit"]
+        if unfit:
+            first = next((failure_text(each.failure) for each in unfit if each.failure is not None), "")
+            which = "it" if len(found) == 1 else f"{len(unfit)} of {len(found)} cases"
+            what = f": {first}" if first else ""
+            advice = _advice(found[0][0], "--alternatives")
+            yield f"WARNING, {which} will not fit{what}; started all the same. Next: {advice}"
+        problems = dict.fromkeys(str(forecast.error) for _, forecast in found if forecast and forecast.error)
+        for problem in [*problems][:MOST_LINES]:
+            yield f"not made: {problem}; the run goes on"
+        late = sum(forecast is None for _, forecast in found)
+        if late:
+            which = "it" if len(found) == 1 else f"{late} of {len(found)} cases"
+            advice = f"{_advice(found[0][0])} waits, and later runs need not"
+            yield f"not made: {which} took longer than {MOST_S:g} s; the run goes on. Next: {advice}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Beside:
+    """What was predicted, and what that is worth where something was measured."""
+
+    prediction: Prediction
+    comparison: Comparison | None
+
+    @classmethod
+    def of(cls, workspace: Workspace, report: Report) -> Self | None:
+        """Returns what is kept of a run's prediction and what the run told; None where nothing is."""
+        prediction = kept(workspace.folder(report.row.run_id))
+        if prediction is None:
+            return None
+        return cls(prediction=prediction, comparison=compare(prediction.estimate, report.outcome))
+
+    @property
+    def line(self) -> str:
+        """For a summary."""
+        return comparison_line(self.prediction, self.comparison)
+
+    def show(self) -> None:
+        """Prints predicted and measured memory category by category, where anything was measured."""
+        if self.comparison is None:
+            return
+        print()
+        show(comparison_table(self.comparison))
+        if self.comparison.reason is not None:
+            print(printable(f"measured categories: {self.comparison.reason}"))
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns plain JSON values."""
+        return prediction_json(self.prediction, self.comparison)
+
+
+def _advice(plan: Plan, *options: str) -> str:
+    command = " ".join(("orch estimate --host", plan.host.name, *options))
+    return f"`{command}` of its experiment, {plan.job['experiment']}"

@@ -1,0 +1,211 @@
+"""What a payload's own programs answer, as checked values: an estimate of memory, the shapes of tensors.
+
+A payload is somebody else's code: an answer is believed only as far as its types go. Keys that are not known
+here are passed over, since a newer payload may tell more. Sizes are bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Annotated, Any, Literal, NoReturn
+
+from orchestrator.strict_model import Range, StrictModel
+from orchestrator.text import printable
+
+__all__ = [
+    "CATEGORIES",
+    "Alternative",
+    "Bytes",
+    "Card",
+    "Estimate",
+    "Failure",
+    "Malformed",
+    "Phase",
+    "Tensor",
+    "as_json",
+    "estimate_of",
+    "read_estimate",
+    "read_shapes",
+]
+
+CATEGORIES = (
+    "parameter",
+    "gradient",
+    "optimizer_state",
+    "buffer",
+    "input",
+    "activation",
+    "logits",
+    "scores",
+    "workspace",
+    "cublas",
+    "temporary",
+    "unnamed",
+)
+"""Who holds memory, in the order in which it is shown."""
+
+Bytes = Annotated[int, Range(least=0, most=2**63 - 1)]
+_Size = Annotated[int, Range(least=0, most=2**63 - 1)]
+_Format = Annotated[int, Range(least=1, most=1)]
+Verdict = Literal["fits", "does not fit", "within the error", "no card"]
+
+
+class Malformed(Exception):
+    """An answer that has not the form that was agreed upon; the message says where."""
+
+
+class _Answer(StrictModel):
+    is_open = True
+
+
+class Card(_Answer):
+    """The card that an estimate is for."""
+
+    name: str
+    key: str | None = None
+    total_bytes: Bytes
+    capability: list[_Size]
+
+
+class Tensor(_Answer):
+    """One of the largest tensors that live at a peak; ``where`` is the line that made it."""
+
+    bytes: Bytes
+    shape: list[_Size] | None = None
+    dtype: str | None = None
+    category: str
+    name: str | None = None
+    module: str | None = None
+    where: str | None = None
+    phase: str | None = None
+
+
+class Failure(_Answer):
+    """The allocation that the card would refuse."""
+
+    phase: str
+    name: str | None = None
+    bytes: Bytes
+    segment_bytes: Bytes | None = None
+    shape: list[_Size] | None = None
+    dtype: str | None = None
+    module: str | None = None
+    where: str | None = None
+    allocated_bytes: Bytes
+    reserved_bytes: Bytes
+
+
+class Phase(_Answer):
+    """A part of the run: its peak, who holds memory then, and its largest tensors."""
+
+    name: str
+    peak_allocated_bytes: Bytes
+    peak_reserved_bytes: Bytes
+    by_category: dict[str, Bytes]
+    largest: list[Tensor]
+
+
+class Alternative(_Answer):
+    """A change that may help, and what it would come to."""
+
+    label: str
+    set: dict[str, Any]
+    alloc_conf: str | None = None
+    peak_allocated_bytes: Bytes
+    peak_reserved_bytes: Bytes
+    verdict: Verdict
+
+
+class Estimate(_Answer):
+    """What a run is predicted to hold; the peaks are the largest over its phases.
+
+    ``capacity_bytes`` is what the allocator may take of the card, ``outside_bytes`` what is held beside it.
+    ``error_share`` is how far the prediction may be off. ``failure`` is there where memory runs out.
+    """
+
+    format: _Format
+    entry: str
+    torch: str
+    seconds: float
+    card: Card | None
+    capacity_bytes: Bytes | None
+    outside_bytes: Bytes
+    error_share: float
+    peak_allocated_bytes: Bytes
+    peak_reserved_bytes: Bytes
+    verdict: Verdict
+    failure: Failure | None
+    phases: list[Phase]
+    execution: str
+    notes: list[str]
+    alternatives: list[Alternative] | None = None
+
+    @property
+    def highest(self) -> Phase | None:
+        """The phase with the largest peak."""
+        return max(self.phases, key=lambda phase: phase.peak_allocated_bytes, default=None)
+
+
+def read_estimate(text: bytes) -> Estimate:
+    """Returns what ``PKG.estimate --json`` printed.
+
+    Raises:
+        Malformed: it is something else.
+    """
+    checked = Estimate.check(_parsed(text))
+    if isinstance(checked, list):
+        first = checked[0]
+        where = ".".join(map(str, first.keys)) or "the whole"
+        raise Malformed(printable(f"{where}: {first.message}"))
+    return checked
+
+
+def estimate_of(value: object) -> Estimate | None:
+    """Returns an estimate that was kept as `as_json` returned it; None where it is none."""
+    checked = Estimate.check(value)
+    return None if isinstance(checked, list) else checked
+
+
+def as_json(model: StrictModel) -> dict[str, Any]:
+    """Returns an answer as JSON values, of what is known here alone."""
+    return {name: _json(getattr(model, name)) for name in model.fields()}
+
+
+def read_shapes(text: bytes, count: int) -> dict[str, Any]:
+    """Returns what ``PKG.shapes`` printed for so many sets of parameters; what a set holds is for
+    `forensics.shapes` to check.
+
+    Raises:
+        Malformed: it is no JSON, of another format, or for another number of sets.
+    """
+    value = _parsed(text)
+    if not isinstance(value, dict) or value.get("format") != 1 or not isinstance(value.get("sets"), list):
+        raise Malformed("it has no 'format' 1 with 'sets'")
+    if len(value["sets"]) != count:
+        raise Malformed(f"sets: there are {len(value['sets'])} for {count} files of parameters")
+    return value
+
+
+def _parsed(text: bytes) -> Any:
+    try:
+        return json.loads(text, parse_constant=_refuse, parse_float=_finite)
+    except (ValueError, RecursionError) as error:
+        raise Malformed(f"it is no JSON: {printable(str(error))}") from None
+
+
+def _json(value: Any) -> Any:
+    if isinstance(value, StrictModel):
+        return as_json(value)
+    return [_json(each) for each in value] if isinstance(value, list) else value
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is no number")
+    return value
