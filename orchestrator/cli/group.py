@@ -29,12 +29,15 @@ from orchestrator.group_view import (
 from orchestrator.inventory import Host
 from orchestrator.job import setup_text
 from orchestrator.ledger import RunRow
+from orchestrator.lifecycle import State
 from orchestrator.log_lines import LineAssembler, LogLine
 from orchestrator.log_view import render, waiting_note
 from orchestrator.runs import Report
 from orchestrator.starting import Plan
 from orchestrator.text import counted, printable
 from orchestrator.workspace import Workspace
+
+MOST_EXPLAINED, MOST_LOOKED_AT = 5, 20
 
 
 def run_group(
@@ -227,7 +230,22 @@ def _follow_to_the_end(
         if runs.is_settled(report.row):
             collect_artifacts(workspace, report.row.run_id, screen)
     _print(workspace, group_id, reports, as_json=as_json)
+    _explain(workspace, reports, screen)
     return group_exit_code(reports)
+
+
+def _explain(workspace: Workspace, reports: Sequence[Report], screen: Screen) -> None:
+    """Says in a line each why runs were out of memory, of the first few that were."""
+    ended = [report for report in reports if report.row.state in (State.FAILED, State.KILLED)]
+    if not ended:
+        return
+    from orchestrator.cli.explain import explain_shortly  # noqa: PLC0415  (good runs do not pay for it)
+
+    explained = 0
+    for report in ended[:MOST_LOOKED_AT]:
+        explained += explain_shortly(workspace, report, screen, most_lines=2)
+        if explained == MOST_EXPLAINED:
+            return
 
 
 def _reports(workspace: Workspace, group_id: str, screen: Screen) -> list[Report]:

@@ -38,6 +38,9 @@ COMMANDS = {
     "logs": _Entry("logs", "Show a run's output, every line with its source."),
     "ps": _Entry("ps", "List runs, the newest first."),
     "show": _Entry("inspect", "Show what is known of a run."),
+    "explain": _Entry(
+        "explain", "Say why a run ran out of memory: which tensor, who held the rest, what fits."
+    ),
     "diff": _Entry("compare", "Show what differs between two runs."),
     "wait": _Entry("inspect", "Wait until a run has ended; exit like `orch run`."),
     "cancel": _Entry("inspect", "End a run and everything it started."),

@@ -1,0 +1,183 @@
+"""``orch explain``: why memory was out, of a run or of a pasted message."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, Any
+
+import click
+
+from orchestrator import explaining, runs
+from orchestrator.cli.options import inventory_option, json_option, open_workspace
+from orchestrator.cli.terminal import Screen
+from orchestrator.errors import ConfigError, HostError, OrchError, UnknownName, UsageError
+from orchestrator.experiment import load_experiment
+from orchestrator.explain_view import (
+    MOST_SHORT_LINES,
+    explanation_json,
+    explanation_lines,
+    remedy_lines,
+    short_lines,
+)
+from orchestrator.explaining import Explained
+from orchestrator.runs import Report
+from orchestrator.workspace import Workspace
+
+READ_CHARACTERS = 1024 * 1024
+MOST_PARAMS_BYTES = 1024 * 1024
+
+
+@click.command()
+@click.argument("run", metavar="[RUN]", required=False)
+@click.option("--message", metavar="FILE", help="A pasted message or a whole log; - reads standard input.")
+@click.option(
+    "--params",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="The parameters (JSON) that the message belongs to.",
+)
+@click.option(
+    "--experiment",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="The experiment that it belongs to: its payload, and its parameters where --params lacks them.",
+)
+@click.option("--profile", metavar="P", help="One of the experiment's profiles.")
+@click.option("--no-estimate", is_flag=True, help="Do not ask the payload what would fit: quicker.")
+@inventory_option
+@json_option
+def explain(
+    run: str | None,
+    message: str | None,
+    params: Path | None,
+    experiment: Path | None,
+    profile: str | None,
+    no_estimate: bool,
+    inventory: Path | None,
+    as_json: bool,
+) -> int:
+    """Explain why RUN, or a program that printed a message, ran out of memory.
+
+    Says what was asked for, what was free, who held the rest, which tensor it was and what would fit; and
+    first, where the size belongs to another recent run's parameters, that it does.
+
+    Exit code 0 when there is something to explain, 1 when nothing says that memory was out.
+    """
+    _check(run, message, {"--params": params, "--experiment": experiment, "--profile": profile})
+    with open_workspace(inventory) as workspace:
+        screen, run_id = Screen(lines_to_stderr=as_json), None
+        if message is not None:
+            found = _of_message(workspace, message, params, experiment, profile)
+        else:
+            run_id = runs.resolve(workspace, run or "last")
+            _bring_up_to_date(workspace, run_id, screen)
+            found = explaining.explain_run(workspace, run_id)
+        if not as_json:
+            print("\n".join(_lines(found, run_id)), flush=True)
+        if not no_estimate:
+            found = _predicted(workspace, found, screen)
+        if as_json:
+            print(json.dumps(explanation_json(found.explanation, run_id=run_id, where=found.where), indent=2))
+        elif found.explanation is not None:
+            print("".join(f"{line}\n" for line in remedy_lines(found.explanation)), end="")
+        return 0 if found.explanation is not None else 1
+
+
+def _lines(found: Explained, run_id: str | None) -> list[str]:
+    if found.explanation is not None:
+        return list(explanation_lines(found.explanation, run_id=run_id, where=found.where))
+    whose = "the text holds" if run_id is None else f"run {run_id}: its records hold"
+    return [f"{whose} nothing that says that memory was out"]
+
+
+def _predicted(workspace: Workspace, found: Explained, screen: Screen) -> Explained:
+    """Adds predictions; whoever looks on sees what takes so long."""
+    if explaining.can_be_predicted(found):
+        screen.status("asking the payload what would fit; Ctrl-C does without")
+        try:
+            return explaining.with_outlook(workspace, found)
+        except KeyboardInterrupt:
+            return found
+        finally:
+            screen.close()
+    return found
+
+
+def explain_shortly(
+    workspace: Workspace, report: Report, screen: Screen, *, most_lines: int = MOST_SHORT_LINES
+) -> bool:
+    """Writes why memory was out of a run that died so, in a few lines, and nothing of another run; tells
+    whether it did. What cannot be explained keeps nobody from the run's own summary.
+    """
+    if not explaining.may_have_died_of_memory(report.row, report.outcome):
+        return False
+    run_id = report.row.run_id
+    try:
+        found = explaining.explain_run(workspace, run_id)
+    except OrchError as error:
+        screen.note(f"cannot explain why memory was out: {error}")
+        return False
+    if found.explanation is None:
+        return False
+    for line in short_lines(found.explanation, run_id, most_lines):
+        screen.line(line)
+    screen.flush()
+    return True
+
+
+def _check(run: str | None, message: str | None, of_message: Mapping[str, object]) -> None:
+    if (run is None) == (message is None):
+        raise click.UsageError("name a run (or `last`), or a message with --message FILE")
+    given = [option for option, value in of_message.items() if value is not None]
+    if run is not None and given:
+        raise click.UsageError(f"{given[0]} goes with --message: a run has its own")
+    if of_message["--profile"] is not None and of_message["--experiment"] is None:
+        raise click.UsageError("--profile needs --experiment")
+
+
+def _of_message(
+    workspace: Workspace, message: str, params: Path | None, experiment: Path | None, profile: str | None
+) -> Explained:
+    given = None if params is None else _read_params(params)
+    loaded = None if experiment is None else load_experiment(experiment, profile=profile)
+    with ExitStack() as opened:
+        try:
+            if message == "-":
+                file: IO[str] = click.get_text_stream("stdin", encoding="utf-8", errors="backslashreplace")
+            else:
+                file = opened.enter_context(Path(message).open(encoding="utf-8", errors="backslashreplace"))
+            return explaining.explain_text(workspace, _pieces(file), params=given, experiment=loaded)
+        except OSError as error:
+            raise UsageError(f"{message}: cannot be read: {error.strerror}") from error
+
+
+def _pieces(file: IO[str]) -> Iterator[str]:
+    while piece := file.read(READ_CHARACTERS):
+        yield piece
+
+
+def _read_params(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MOST_PARAMS_BYTES + 1)
+        if len(raw) > MOST_PARAMS_BYTES:
+            raise ConfigError(f"more than {MOST_PARAMS_BYTES} bytes are no parameters", file=path)
+        values = json.loads(raw)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"no JSON: {error}", file=path) from error
+    if not isinstance(values, dict):
+        raise ConfigError('must be one JSON object, such as {"max_anchors": 512}', file=path)
+    return values
+
+
+def _bring_up_to_date(workspace: Workspace, run_id: str, screen: Screen) -> None:
+    """Of a detached run that nobody looked at the records are still on its host alone."""
+    try:
+        runs.refresh(workspace, run_id)
+    except (HostError, UnknownName) as error:
+        screen.note(f"{error}; explaining what is known here of run {run_id}")

@@ -1,0 +1,274 @@
+"""Gathers what is known of a run, or of a pasted message, that speaks of memory, and has it explained.
+
+Reads the mirror, the ledger and the run's code as they are here, and asks the payload's own programs: its
+`shapes` to name a tensor, of this run's parameters and of recent other runs', and its `estimate` for what
+would fit. Nothing is asked of a host. What cannot be had is said in the explanation, which does without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from orchestrator import payload_programs
+from orchestrator.bundle import Bundle
+from orchestrator.errors import OrchError
+from orchestrator.experiment import Experiment
+from orchestrator.forensics.causes import Surroundings
+from orchestrator.forensics.explain import Explanation, Facts, asked_size, explain, failure_of
+from orchestrator.forensics.messages import Found, OomMessage, find_in, parse
+from orchestrator.forensics.naming import Naming, name_tensor
+from orchestrator.forensics.outlook import Outlook, Remedy
+from orchestrator.forensics.placing import placed
+from orchestrator.forensics.shapes import ShapeSet, read_shape_sets
+from orchestrator.ledger import RunRow
+from orchestrator.lifecycle import State
+from orchestrator.memory_evidence import Evidence, Told
+from orchestrator.memory_subject import Subject, canonical, label_of, of_run, of_text
+from orchestrator.mirror_reader import checked_records
+from orchestrator.outcome import Outcome, outcome_of
+from orchestrator.payload_answers import Estimate
+from orchestrator.payload_programs import ESTIMATE, SHAPES, Question
+from orchestrator.supervisor.ranks import MAIN
+from orchestrator.workspace import Workspace
+
+__all__ = [
+    "Explained",
+    "can_be_predicted",
+    "explain_run",
+    "explain_text",
+    "may_have_died_of_memory",
+    "with_outlook",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Explained:
+    """An explanation, None where nothing says that memory was out, and what it was made from.
+
+    ``where`` is the stream that a message was printed to, ``card`` the one that it was about, in the form
+    that estimates take, None where that is not known.
+    """
+
+    explanation: Explanation | None
+    facts: Facts
+    subject: Subject
+    where: str | None = None
+    card: str | None = None
+    outcome: Outcome | None = None
+
+
+def explain_run(workspace: Workspace, run_id: str) -> Explained:
+    """Explains a run by what is mirrored of it here, without predictions.
+
+    Raises:
+        UnknownName: there is no such run.
+        RecordsAltered: its records are not what they were.
+    """
+    row, evidence = workspace.ledger.get(run_id), Evidence()
+    outcome = outcome_of(evidence.passing(checked_records(workspace.folder(run_id))))
+    told = evidence.told()
+    proc = outcome.exception_proc or outcome.first_proc
+    where, found = told.output_of(proc)
+    facts = Facts(
+        proc=None if proc == MAIN else proc,
+        ended_by=_in_output(parse(told.exceptions.get(proc or MAIN, "")), found),
+        found=found,
+        captures=_captures_of(told, proc),
+        around=Surroundings(
+            killed_in=outcome.oom_kill,
+            peak_rss_bytes=outcome.peak_rss_bytes,
+            peak_reserved_bytes=max((peak.reserved_bytes for peak in outcome.peak_memory), default=None),
+            card_bytes=outcome.devices[0].total_bytes if outcome.devices else None,
+            growths=told.growths,
+            strangers=told.strangers,
+            settings=outcome.allocator_settings,
+            is_limited=bool(row.job.get("memory_limit_bytes")),
+        ),
+    )
+    message, capture = failure_of(facts)
+    device = capture.device if capture is not None else None if message is None else message.device
+    facts = replace(facts, allocator_bytes=told.limits.get(device or 0))
+    subject = of_run(workspace, row)
+    named = _named(workspace, subject, facts)
+    return Explained(
+        explanation=explain(named),
+        facts=named,
+        subject=subject,
+        where=where or None,
+        card=_card_text(told.cards[device or 0]) if len(told.cards) > (device or 0) else None,
+        outcome=outcome,
+    )
+
+
+def _in_output(message: OomMessage | None, found: Found) -> OomMessage | None:
+    """Returns an exception's message as it was printed, where it was: an exception has no line."""
+    if message is None:
+        return None
+    bare = replace(message, line=None, text=None)
+    printed = [each for each in found.messages if replace(each, line=None, text=None) == bare]
+    return printed[-1] if printed else replace(message, line=None)
+
+
+def may_have_died_of_memory(row: RunRow, outcome: Outcome) -> bool:
+    """Tells whether memory may be why a run ended; one that told another reason did not."""
+    if outcome.state not in (State.FAILED, State.KILLED):
+        return False
+    if outcome.oom_kill is not None or outcome.exception_type is None:
+        return row.job.get("prepares") is None
+    return parse(f"{outcome.exception_type}: {outcome.exception_message or ''}") is not None
+
+
+def explain_text(
+    workspace: Workspace,
+    pieces: Iterable[str],
+    *,
+    params: Mapping[str, Any] | None,
+    experiment: Experiment | None,
+) -> Explained:
+    """Explains a text that came from somewhere, as if a run with these parameters had printed it.
+
+    ``params`` go over those of ``experiment``.
+
+    Raises:
+        UsageError: the experiment's payload cannot be bundled.
+    """
+    facts = Facts(found=find_in(pieces))
+    subject = of_text(workspace, params, experiment)
+    named = _named(workspace, subject, facts)
+    return Explained(explanation=explain(named), facts=named, subject=subject)
+
+
+def can_be_predicted(found: Explained) -> bool:
+    """Tells whether the payload can say what would fit, and whether more memory on the card would help."""
+    facts, subject = found.facts, found.subject
+    is_foreign = facts.naming is not None and facts.naming.not_this_run
+    if is_foreign or asked_size(*failure_of(facts)) is None:
+        return False
+    if subject.bundle is None or subject.module is None or subject.params is None:
+        return False
+    return payload_programs.has_program(subject.bundle, subject.module, ESTIMATE)
+
+
+def with_outlook(workspace: Workspace, found: Explained) -> Explained:
+    """Adds what the payload's estimate says would fit, which takes seconds for each way that it knows."""
+    if not can_be_predicted(found):
+        return found
+    subject = found.subject
+    assert subject.bundle is not None
+    assert subject.module is not None
+    question = Question(
+        entry=subject.module,
+        params=subject.params or {},
+        card=found.card,
+        alloc_conf=subject.alloc_conf,
+        memory_limit_bytes=subject.memory_limit_bytes,
+        has_alternatives=True,
+    )
+    try:
+        outlook = _outlook(payload_programs.estimate(workspace, subject.bundle, question))
+    except OrchError as error:
+        outlook = Outlook(missing=str(error))
+    facts = replace(found.facts, outlook=outlook)
+    return replace(found, explanation=explain(facts), facts=facts)
+
+
+# Which tensor
+
+
+def _named(workspace: Workspace, subject: Subject, facts: Facts) -> Facts:
+    message, capture = failure_of(facts)
+    size = asked_size(message, capture)
+    if size is None:
+        return facts
+    if subject.bundle is None or subject.module is None:
+        return replace(facts, unnamed_why=subject.unknown_why)
+    if not payload_programs.has_program(subject.bundle, subject.module, SHAPES):
+        package = subject.module.partition(".")[0]
+        why = f"the payload ships no {package}/{SHAPES}.py, which would say which tensors it makes"
+        return replace(facts, unnamed_why=why)
+    try:
+        own, others = _shape_sets(workspace, subject.bundle, subject.module, subject)
+    except OrchError as error:
+        return replace(facts, unnamed_why=f"the payload cannot say which tensors it makes: {error}")
+    first = facts.found.first
+    return replace(
+        facts,
+        naming=placed(name_tensor(size, own=own, others=others), () if capture is None else capture.stack),
+        first_naming=_naming_of(first, own, others) if first is not None and first != message else None,
+    )
+
+
+def _naming_of(message: OomMessage, own: ShapeSet | None, others: Sequence[ShapeSet]) -> Naming | None:
+    size = asked_size(message, None)
+    return None if size is None else name_tensor(size, own=own, others=others)
+
+
+def _shape_sets(
+    workspace: Workspace, bundle: Bundle, module: str, subject: Subject
+) -> tuple[ShapeSet | None, tuple[ShapeSet, ...]]:
+    """Returns what this configuration makes, and what the others do; those are left out if one is refused."""
+    own = [] if subject.params is None else [(subject.label, subject.params)]
+    mine = "" if subject.params is None else canonical(subject.params)
+    others = [(label_of(row), row.job["params"]) for row in subject.others]
+    others = [(label, params) for label, params in others if canonical(params) != mine]
+    try:
+        sets = _ask(workspace, bundle, module, [*own, *others])
+    except OrchError:
+        if not own or not others:
+            raise
+        sets = _ask(workspace, bundle, module, own)
+    return (sets[0], sets[1:]) if own else (None, sets)
+
+
+def _ask(
+    workspace: Workspace, bundle: Bundle, module: str, asked: Sequence[tuple[str, Mapping[str, Any]]]
+) -> tuple[ShapeSet, ...]:
+    if not asked:
+        return ()
+    labels, params = [label for label, _ in asked], [given for _, given in asked]
+    answer = payload_programs.shapes(workspace, bundle, module, params)
+    return read_shape_sets(answer, labels=labels, params=params)
+
+
+# What would fit
+
+
+def _outlook(estimate: Estimate) -> Outlook:
+    remedies = tuple(
+        Remedy(
+            label=way.label,
+            changes=way.set,
+            alloc_conf=way.alloc_conf,
+            peak_allocated_bytes=way.peak_allocated_bytes,
+            peak_reserved_bytes=way.peak_reserved_bytes,
+            verdict=way.verdict,
+        )
+        for way in estimate.alternatives or ()
+    )
+    return Outlook(
+        peak_allocated_bytes=estimate.peak_allocated_bytes,
+        peak_reserved_bytes=estimate.peak_reserved_bytes,
+        capacity_bytes=estimate.capacity_bytes,
+        error_share=estimate.error_share,
+        verdict=estimate.verdict,
+        torch=estimate.torch,
+        remedies=remedies,
+    )
+
+
+def _card_text(device: Mapping[str, Any]) -> str | None:
+    """Returns a card in the form that estimates take, None where its process did not tell all of it."""
+    total, capability = device.get("total_bytes"), device.get("capability")
+    if type(total) is not int or not isinstance(capability, list) or len(capability) != 2:
+        return None
+    if not all(type(number) is int and 0 <= number < 100 for number in capability):
+        return None
+    return f"{total / 2**30!r}GiB:sm_{capability[0]}{capability[1]}"
+
+
+def _captures_of(told: Told, proc: str | None) -> tuple[Any, ...]:
+    """Returns the captures of the process that counts, or all where it told none."""
+    own = tuple(capture for capture in told.captures if capture.proc == (proc or MAIN))
+    return own or told.captures

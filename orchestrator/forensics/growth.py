@@ -1,0 +1,55 @@
+"""Whether memory that is sampled while a program runs grows step by step until it is out (pure).
+
+What warms up and then stays is no leak: what counts is that the later half still rises, in most of its steps,
+and never gives much back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+LEAST_SAMPLES = 6
+_LEAST_RISING_SHARE = 0.6
+_MOST_GIVEN_BACK_SHARE = 0.25
+_LEAST_RISE_SHARE = 0.05
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Series:
+    """Sizes in bytes in the order in which they were seen; ``name`` says whose and by what."""
+
+    name: str
+    values: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Growth:
+    """A series whose later half rises: from ``first_bytes`` to ``last_bytes`` in ``steps`` steps."""
+
+    name: str
+    first_bytes: int
+    last_bytes: int
+    steps: int
+
+    @property
+    def per_step_bytes(self) -> int:
+        """What is added with each step, on average."""
+        return (self.last_bytes - self.first_bytes) // self.steps
+
+
+def steady_growth(series: Series) -> Growth | None:
+    """Returns how a series grows to its end, None where it does not, or is too short to say."""
+    if len(series.values) < LEAST_SAMPLES:
+        return None
+    later = series.values[len(series.values) // 2 - 1 :]
+    steps = [after - before for before, after in pairwise(later)]
+    rise = later[-1] - later[0]
+    rising = sum(step > 0 for step in steps)
+    given_back = -sum(step for step in steps if step < 0)
+    is_steady = rising >= max(3, _LEAST_RISING_SHARE * len(steps))
+    is_large = rise >= _LEAST_RISE_SHARE * later[-1]
+    if not (is_steady and is_large and given_back <= _MOST_GIVEN_BACK_SHARE * rise):
+        return None
+    first = series.values[0]
+    return Growth(name=series.name, first_bytes=first, last_bytes=later[-1], steps=len(series.values) - 1)

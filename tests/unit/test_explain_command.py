@@ -1,0 +1,75 @@
+"""What `orch explain` refuses, and what it makes of files, in this process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from orchestrator.cli.explain import explain
+from orchestrator.errors import ConfigError, OrchError, UsageError
+
+
+@pytest.fixture
+def inventory(tmp_path: Path) -> Path:
+    path = tmp_path / "inventory.yaml"
+    path.write_text(yaml.safe_dump({"hosts": {"here": {"transport": "local"}}}))
+    return path
+
+
+def explained(inventory: Path, *words: str, text: str | bytes = "") -> Result:
+    return CliRunner().invoke(explain, ["--inventory", str(inventory), *words], input=text)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "name a run (or `last`), or a message with --message FILE"),
+        (["last", "--message", "x"], "name a run (or `last`), or a message"),
+        (["last", "--params", "x"], "--params goes with --message: a run has its own"),
+        (["--message", "x", "--profile", "p"], "--profile needs --experiment"),
+    ],
+)
+def test_words_that_do_not_go_together_are_refused(inventory: Path, words: list[str], says: str) -> None:
+    done = explained(inventory, *words)
+    assert done.exit_code == 2
+    assert says in done.output
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "says"),
+    [
+        (["--message", "no such file"], UsageError, "no such file: cannot be read: No such file"),
+        (["--message", "-", "--params", "no such file"], UsageError, "no such file: cannot be read"),
+        (["--message", "-", "--params", __file__], ConfigError, "test_explain_command.py: no JSON"),
+        (["--message", "-", "--params", "/proc/self/oom_adj"], ConfigError, "must be one JSON object"),
+        (["last"], OrchError, "there is no last run"),
+    ],
+)
+def test_files_that_cannot_be_used_are_named(
+    inventory: Path, words: list[str], kind: type[OrchError], says: str
+) -> None:
+    done = explained(inventory, *words)
+    assert isinstance(done.exception, kind)
+    assert says in str(done.exception)
+
+
+def test_a_message_of_a_project_without_shapes_asks_for_its_experiment(inventory: Path) -> None:
+    done = explained(inventory, "--message", "-", text="CUDA out of memory. Tried to allocate 2.00 GiB.")
+    assert done.output.startswith("out of memory: 2.00 GiB asked; ")
+    assert "none here does: name its experiment with --experiment" in done.output
+
+
+def test_a_text_without_a_message_says_so(inventory: Path) -> None:
+    done = explained(inventory, "--message", "-", text="all went well")
+    assert done.output == "the text holds nothing that says that memory was out\n"
+
+
+def test_bytes_that_are_no_text_are_no_hindrance(inventory: Path) -> None:
+    text = b"\xff\xfe CUDA out of memory. Tried to allocate 2.00 GiB."
+    done = explained(inventory, "--message", "-", "--json", text=text)
+    assert done.exception is None
+    assert json.loads(done.output)["balance"]["asked_bytes"] == 2 * 2**30

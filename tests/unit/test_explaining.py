@@ -1,0 +1,402 @@
+"""What a run's records, its code and the ledger say together of memory that was out."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator import explaining
+from orchestrator.bundle import Bundle, build_bundle
+from orchestrator.errors import RecordsAltered
+from orchestrator.explain_view import explanation_json, explanation_lines, remedy_lines, short_lines
+from orchestrator.forensics.explain import Explanation
+from orchestrator.ledger import RunRow
+from orchestrator.lifecycle import State
+from orchestrator.supervisor.records import RecordWriter
+from orchestrator.workspace import Workspace
+from tests.estimates import ESTIMATE
+from tests.unit.housekeeping import a_bundle, a_job, a_workspace
+
+GIB, MIB = 2**30, 2**20
+DRAFTER = Path(__file__).parents[2] / "payloads" / "dflash"
+PARAMS = {"max_anchors": 512, "block_size": 16, "seq_len": 7260, "attention": "flex", "compile": False}
+MESSAGE = (
+    "CUDA out of memory. Tried to allocate {asked}. GPU 0 has a total capacity of 94.97 GiB of which {free} "
+    "is free. Including non-PyTorch memory, this process has 84.77 GiB memory in use. Of the allocated "
+    "memory 83.10 GiB is allocated by PyTorch, and 1.05 GiB is reserved by PyTorch but unallocated. If"
+)
+MYSTERY = MESSAGE.format(asked="15.09 GiB", free="10.20 GiB")
+PLAIN = MESSAGE.format(asked="22.00 GiB", free="10.20 GiB")
+
+Records = Sequence[tuple[str, Mapping[str, Any]]]
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Iterator[Workspace]:
+    opened = a_workspace(tmp_path)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def drafter(workspace: Workspace) -> Bundle:
+    folder = workspace.project / "payloads" / "dflash"
+    shutil.copytree(DRAFTER, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    return build_bundle(folder, workspace.store)
+
+
+def a_failed_run(
+    workspace: Workspace,
+    run_id: str,
+    records: Records = (),
+    *,
+    bundle: Bundle | None = None,
+    age_s: float = 0.0,
+    end: Mapping[str, Any] | None = None,
+    **job: Any,
+) -> RunRow:
+    """Mirrors a run with these records; it ended with exit code 1, unless ``end`` says otherwise."""
+    made = a_job(run_id, bundle or a_bundle(workspace), **job)
+    row = RunRow(
+        run_id=run_id,
+        group_id=run_id,
+        experiment="trial",
+        host="here",
+        bundle=made["bundle"],
+        state=State.FAILED,
+        created_t=time.time() - age_s,
+        job=made,
+    )
+    workspace.ledger.insert(row)
+    folder = workspace.folder(run_id)
+    folder.make()
+    writer = RecordWriter(str(folder.records), run_id, {"job": made, "bundle": {"id": made["bundle"]}})
+    writer.write("spawn", proc="main", pid=42)
+    for kind, fields in records:
+        writer.write(kind, **fields)
+    ended = {"outcome": "exited", "code": 1, "signal": None, "reason": None, "survivors": []}
+    writer.write("end", **{**ended, **(end or {})})
+    writer.close()
+    return row
+
+
+def out(text: str, proc: str = "main", off: int = 0, **fields: Any) -> tuple[str, dict[str, Any]]:
+    where = {"proc": proc, "pid": 42, "stream": "stderr", "off": off, "line": 0}
+    return "out", {**where, **(fields or {"text": text})}
+
+
+def raised(text: str, proc: str = "main", kind: str = "torch.OutOfMemoryError") -> tuple[str, dict[str, Any]]:
+    return "exception", {"proc": proc, "pid": 42, "type": kind, "message": text, "missing_module": None}
+
+
+def explained(workspace: Workspace, run_id: str) -> Explanation:
+    found = explaining.explain_run(workspace, run_id).explanation
+    assert found is not None
+    return found
+
+
+class TestTheLogOfAnotherConfiguration:
+    @pytest.fixture
+    def runs(self, workspace: Workspace, drafter: Bundle) -> Workspace:
+        for anchors in (512, 256, 128):
+            params = {**PARAMS, "max_anchors": anchors}
+            job: dict[str, Any] = {"bundle": drafter, "module": "dflash.probes.oom", "params": params}
+            a_failed_run(workspace, f"run{anchors}", [raised(MYSTERY)], **job)
+        return workspace
+
+    def test_the_run_that_made_the_tensor_is_told_its_shape_and_expression(self, runs: Workspace) -> None:
+        found = explained(runs, "run512")
+        assert found.answer.startswith(
+            "out of memory: attention scores, [32, 8192, 15452] float32, 15.09 GiB"
+        )
+        assert any("8192 = max_anchors · block_size = 512 · 16" in line for line in found.tensor)
+
+    def test_the_other_runs_are_told_first_that_it_may_not_be_theirs(self, runs: Workspace) -> None:
+        says = "this log may not be this configuration's: 15.09 GiB is attention scores of run run512"
+        for run_id in ("run256", "run128"):
+            found = explained(runs, run_id)
+            assert found.answer.startswith(says)
+
+    def test_a_run_that_makes_no_scores_at_all_is_told_the_same(
+        self, runs: Workspace, drafter: Bundle
+    ) -> None:
+        params = {**PARAMS, "compile": True}
+        job: dict[str, Any] = {"bundle": drafter, "module": "dflash.probes.oom", "params": params}
+        a_failed_run(runs, "compiled", [raised(MYSTERY)], **job)
+        assert "may not be this configuration's" in explained(runs, "compiled").answer
+
+    def test_runs_of_other_programs_or_from_long_ago_are_not_compared(
+        self, workspace: Workspace, drafter: Bundle
+    ) -> None:
+        job: dict[str, Any] = {"bundle": drafter, "module": "dflash.probes.oom"}
+        a_failed_run(workspace, "old", **job, params=PARAMS, age_s=31 * 86400)
+        a_failed_run(workspace, "bench", bundle=drafter, module="dflash.probes.bench", params=PARAMS)
+        a_failed_run(workspace, "own", [raised(MYSTERY)], **job, params={**PARAMS, "max_anchors": 128})
+        found = explained(workspace, "own")
+        assert found.naming is not None
+        assert found.naming.candidates == ()
+
+    def test_a_run_whose_parameters_are_refused_keeps_the_own_from_nothing(
+        self, workspace: Workspace, drafter: Bundle
+    ) -> None:
+        job: dict[str, Any] = {"bundle": drafter, "module": "dflash.probes.oom"}
+        a_failed_run(workspace, "wrong", **job, params={"max_anchors": -1})
+        a_failed_run(workspace, "own", [raised(MYSTERY)], **job, params=PARAMS)
+        assert "attention scores, [32, 8192, 15452]" in explained(workspace, "own").answer
+
+
+class TestWhatRecordsTell:
+    def test_a_message_in_the_output_has_its_line_and_stream(self, workspace: Workspace) -> None:
+        text = f"step 1\nstep 2\ntorch.OutOfMemoryError: {PLAIN}\n"
+        a_failed_run(workspace, "r", [out(text[:90]), out(text[90:], off=90), raised(PLAIN)])
+        found = explaining.explain_run(workspace, "r")
+        assert found.explanation is not None
+        assert found.where == "main.stderr"
+        assert found.explanation.message is not None
+        assert found.explanation.message.line == 3
+
+    def test_bytes_that_are_no_text_do_not_hide_it(self, workspace: Workspace) -> None:
+        raw = base64.b64encode(b"\xff\xfe " + PLAIN.encode()).decode()
+        a_failed_run(workspace, "r", [out("", b64=raw)])
+        assert "22.00 GiB asked" in explained(workspace, "r").answer
+
+    def test_the_rank_that_failed_is_the_one_that_is_explained(self, workspace: Workspace) -> None:
+        small = MESSAGE.format(asked="3.00 GiB", free="1.00 GiB")
+        records = [
+            out(f"{small}\n", "rank0"),
+            raised(small, "rank0"),
+            ("event", {"proc": "rank0", "event": {"kind": "oom", "asked_bytes": 3 * GIB, "module": "a"}}),
+            ("event", {"proc": "rank1", "event": {"kind": "oom", "asked_bytes": 22 * GIB, "module": "b"}}),
+            out(f"{PLAIN}\n", "rank1"),
+            raised(PLAIN, "rank1"),
+        ]
+        a_failed_run(workspace, "r", records, end={"proc": "rank0"}, processes=2)
+        found = explained(workspace, "r")
+        assert found.asked[0] == "3.00 GiB on GPU 0, by rank0"
+        assert found.capture is not None
+        assert found.capture.module == "a"
+
+    @pytest.mark.parametrize("is_own_record", [True, False])
+    def test_what_the_process_captured_is_taken(self, workspace: Workspace, is_own_record: bool) -> None:
+        event = {
+            "kind": "oom",
+            "device": 0,
+            "asked_bytes": 22 * GIB,
+            "free_bytes": 10 * GIB,
+            "stack": ["loss.py:201 logits"],
+            "module": "lm_head",
+            "owners": [{"category": "logits", "bytes": 40 * GIB, "blocks": 3}],
+            "snapshot": "orch-memory/main-1.pickle",
+        }
+        fields = {name: value for name, value in event.items() if name != "kind"}
+        record = ("oom", {"proc": "main", **fields}) if is_own_record else ("event", {"event": event})
+        a_failed_run(workspace, "r", [record, raised(PLAIN)])
+        found = explained(workspace, "r")
+        assert "22.00 GiB asked in lm_head at loss.py:201 logits" in found.answer
+        assert "  logits: 40.00 GiB in 3 blocks" in found.held
+        assert any(
+            line.endswith("orch fetch r orch-memory/main-1.pickle")
+            for line in explanation_lines(found, run_id="r")
+        )
+
+    def test_samples_that_rise_to_the_end_are_a_leak(self, workspace: Workspace) -> None:
+        cards = ("cards", {"cards": [{"uuid": "GPU-1", "index": 0, "name": "H200"}]})
+        samples = [
+            ("gpus", {"cards": [{"uuid": "GPU-1", "used_mib": 10_000 + 8_000 * step}]}) for step in range(10)
+        ]
+        small = MESSAGE.format(asked="2.00 GiB", free="1.00 GiB")
+        a_failed_run(workspace, "r", [cards, *samples, raised(small)])
+        found = explained(workspace, "r")
+        assert found.cause.name == "leak across iterations"
+        assert (
+            "memory in use on card 0 (H200) went from 9.77 GiB to 80.08 GiB in 9 steps"
+            in found.cause.evidence
+        )
+
+    def test_metrics_of_memory_that_rise_are_one_too(self, workspace: Workspace) -> None:
+        steps = [
+            ("event", {"event": {"kind": "metric", "name": "train.allocated_gib", "value": 4.0 * step}})
+            for step in range(1, 21)
+        ]
+        small = MESSAGE.format(asked="2.00 GiB", free="1.00 GiB")
+        a_failed_run(workspace, "r", [*steps, raised(small)])
+        found = explained(workspace, "r")
+        assert found.cause.name == "leak across iterations"
+        assert "by 4.00 GiB each time" in found.answer
+        peaks = [
+            ("event", {"event": {"kind": "metric", "name": "train.peak_allocated_gib", "value": 4.0 * step}})
+            for step in range(1, 21)
+        ]
+        a_failed_run(workspace, "peaks", [*peaks, raised(small)])
+        assert explained(workspace, "peaks").cause.name != found.cause.name, "a peak only ever rises"
+
+    def test_the_run_s_own_memory_limit_is_named(self, workspace: Workspace) -> None:
+        limit = {"index": 0, "limit_bytes": 96 * GIB, "allocator_bytes": 90 * GIB, "problem": None}
+        text = MESSAGE.format(asked="22.00 GiB", free="60.00 GiB")
+        a_failed_run(
+            workspace, "r", [("facts", {"memory_limit": [limit]}), raised(text)], memory_limit_bytes=96 * GIB
+        )
+        found = explained(workspace, "r")
+        assert found.cause.name == "memory limit"
+        assert "torch may take 90.00 GiB of this card, and it holds 84.15 GiB" in found.cause.evidence
+
+    def test_a_library_that_got_nothing_is_told_what_torch_kept(self, workspace: Workspace) -> None:
+        card = {"index": 0, "name": "H200", "uuid": "GPU-1", "total_bytes": 140 * GIB}
+        peak = {"index": 0, "allocated_bytes": 90 * GIB, "reserved_bytes": 138 * GIB}
+        text = "NCCL error: unhandled cuda error\nncclUnhandledCudaError: Cuda failure 2 'out of memory'"
+        records = [
+            ("facts", {"devices": [card]}),
+            raised(text, kind="torch.distributed.DistBackendError"),
+            ("facts", {"peak_memory": [peak]}),
+        ]
+        a_failed_run(workspace, "r", records)
+        found = explained(workspace, "r")
+        assert found.answer == "out of memory: NCCL got no memory on the card beside torch's allocator"
+        says = "torch kept up to 138.00 GiB of the card's 140.00 GiB, which others cannot use"
+        assert found.cause.evidence == (says,)
+
+    def test_a_stranger_that_came_is_told(self, workspace: Workspace) -> None:
+        stranger = {"uuid": "GPU-1", "pid": 7, "argv": ["python", "serve\x1b.py"], "used_mib": 2048}
+        a_failed_run(workspace, "r", [("stranger", stranger), raised(PLAIN)])
+        says = "a stranger came onto the card meanwhile with 2.00 GiB: process 7 python serve\\x1b.py"
+        assert says in explained(workspace, "r").notes
+
+    @pytest.mark.parametrize(("scope", "name"), [("cgroup", "container limit"), ("host", "host memory")])
+    def test_the_kernel_s_word_is_enough(self, workspace: Workspace, scope: str, name: str) -> None:
+        killed = ("exit", {"oom_kill": 1, "oom_scope": scope, "rusage": {"peak_rss_bytes": 30 * GIB}})
+        end = {"outcome": "signalled", "code": None, "signal": 9}
+        row = a_failed_run(workspace, "r", [out("Killed\n"), killed], end=end)
+        found = explaining.explain_run(workspace, "r")
+        assert found.explanation is not None
+        assert found.explanation.cause.name == name
+        assert found.outcome is not None
+        assert explaining.may_have_died_of_memory(row, found.outcome)
+
+    def test_a_run_that_failed_for_another_reason_is_not_explained_by_itself(
+        self, workspace: Workspace
+    ) -> None:
+        row = a_failed_run(workspace, "r", [out(f"caught: {PLAIN}\n"), raised("x is 3", kind="ValueError")])
+        found = explaining.explain_run(workspace, "r")
+        assert found.explanation is not None, "who asks is told what the log holds"
+        assert found.outcome is not None
+        assert not explaining.may_have_died_of_memory(row, found.outcome)
+
+    def test_a_run_that_ended_well_has_nothing_to_explain(self, workspace: Workspace) -> None:
+        row = a_failed_run(workspace, "r", [out("step 1 of 2, 3.00 GiB in use\n")], end={"code": 0})
+        found = explaining.explain_run(workspace, "r")
+        assert found.explanation is None
+        assert found.outcome is not None
+        assert not explaining.may_have_died_of_memory(row, found.outcome)
+
+    def test_records_that_were_altered_are_no_evidence(self, workspace: Workspace) -> None:
+        a_failed_run(workspace, "r", [out(f"{PLAIN}\n")])
+        path = workspace.folder("r").segment(0)
+        path.write_bytes(path.read_bytes().replace(b"22.00", b"15.09"))
+        with pytest.raises(RecordsAltered):
+            explaining.explain_run(workspace, "r")
+
+    def test_code_that_is_gone_is_named_and_the_rest_is_explained(self, workspace: Workspace) -> None:
+        row = a_failed_run(workspace, "r", [raised(PLAIN)])
+        (workspace.home / "bundles" / f"{row.bundle}.json").unlink(missing_ok=True)
+        shutil.rmtree(workspace.home / "bundles")
+        found = explained(workspace, "r")
+        assert "its code is not here, which would say which tensors it makes" in found.tensor[0]
+
+
+class TestWhatWouldFit:
+    @pytest.fixture
+    def bundle(self, workspace: Workspace) -> Bundle:
+        folder = workspace.project / "payloads" / "probe"
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").touch()
+        (folder / "estimate.py").write_text(ESTIMATE)
+        return build_bundle(folder, workspace.store)
+
+    def test_alternatives_stand_with_their_peaks_and_verdicts(
+        self, workspace: Workspace, bundle: Bundle
+    ) -> None:
+        card = {"index": 0, "name": "RTX", "uuid": "GPU-1", "total_bytes": 95 * GIB, "capability": [12, 0]}
+        records = [("facts", {"devices": [card]}), raised(PLAIN)]
+        a_failed_run(
+            workspace, "r", records, bundle=bundle, params={"size_gib": 120}, memory_limit_bytes=None
+        )
+        found = explaining.with_outlook(workspace, explaining.explain_run(workspace, "r")).explanation
+        assert found is not None
+        assert found.outlook is not None
+        assert found.outlook.verdict == "does not fit"
+        assert found.outlook.capacity_bytes == 94 * GIB, "the card that the run had"
+        verdicts = [remedy.verdict for remedy in found.remedies]
+        assert "fits" in verdicts
+        assert verdicts == sorted(verdicts, key=lambda verdict: verdict != "fits")
+        assert any(line.endswith(": fits") for line in remedy_lines(found))
+
+    def test_an_estimate_that_fails_is_told_and_the_rest_is_explained(
+        self, workspace: Workspace, bundle: Bundle
+    ) -> None:
+        params = {"size_gib": 120, "fault": "refused"}
+        a_failed_run(workspace, "r", [raised(PLAIN)], bundle=bundle, params=params, memory_limit_bytes=None)
+        found = explaining.with_outlook(workspace, explaining.explain_run(workspace, "r")).explanation
+        assert found is not None
+        says = "nothing is predicted: probe.estimate: estimate: seq_len is -1"
+        assert any(says in line for line in remedy_lines(found))
+
+
+class TestHowItIsShown:
+    def test_no_line_can_act_on_a_terminal(self, workspace: Workspace) -> None:
+        text = f"\x1b[2J{PLAIN}".replace("Including", "Incl\u202e\x07uding")
+        argv = ["serve", "\x1b]0;x\x07"]
+        records = [("stranger", {"pid": 7, "argv": argv}), raised(text, "rank0\x1b[31m")]
+        a_failed_run(workspace, "r", records, end={"proc": "rank0\x1b[31m"})
+        found = explained(workspace, "r")
+        for line in (*explanation_lines(found), *remedy_lines(found), *short_lines(found, "r")):
+            assert line.isprintable(), line
+
+    def test_the_short_form_has_twelve_lines_at_most_and_says_where_to_read_on(
+        self, workspace: Workspace
+    ) -> None:
+        owners = [{"category": name, "bytes": GIB, "blocks": 1} for name in ("parameter", "scores", "logits")]
+        event = {"kind": "oom", "asked_bytes": 22 * GIB, "owners": owners, "stack": ["a"] * 16}
+        a_failed_run(workspace, "r", [("event", {"event": event}), raised(PLAIN)])
+        lines = short_lines(explained(workspace, "r"), "r")
+        assert 8 <= len(lines) <= 12
+        assert lines[-1] == "  more: orch explain r"
+        assert short_lines(explained(workspace, "r"), "r", 2) == [lines[0], lines[-1]]
+
+    def test_json_holds_all_of_it(self, workspace: Workspace, drafter: Bundle) -> None:
+        size = 32 * 8192 * 15452 * 4
+        event = {
+            "kind": "oom",
+            "requested_bytes": size,
+            "stack": ["flex.py:7 _attend", "layers.py:9 forward"],
+        }
+        records = [("event", {"event": event}), raised(MYSTERY)]
+        a_failed_run(workspace, "r", records, bundle=drafter, module="dflash.probes.oom", params=PARAMS)
+        found = explained(workspace, "r")
+        values = json.loads(json.dumps(explanation_json(found, run_id="r", where=None)))
+        assert values["answer"] == found.answer
+        best = values["tensor"]["candidates"][0]
+        assert best["expression"] == [
+            "num_attention_heads",
+            "max_anchors · block_size",
+            "seq_len + max_anchors · block_size",
+        ]
+        assert best["bytes"] == size
+        assert "the function that makes it is in the stack: flex.py:7 _attend" in best["evidence"]
+        assert values["would_fit"][0]["changes"] == {"attention": "flex", "compile": True}
+        assert explanation_json(None, run_id="r", where=None)["answer"] is None
+
+    def test_a_run_s_row_is_not_needed_to_say_that_it_prepared_something(self, workspace: Workspace) -> None:
+        row = a_failed_run(workspace, "r", [out("Killed\n")])
+        outcome = explaining.explain_run(workspace, "r").outcome
+        assert outcome is not None
+        prepared = replace(row, job={**row.job, "prepares": {"kind": "venv", "path": "requirements.txt"}})
+        assert explaining.may_have_died_of_memory(row, outcome)
+        assert not explaining.may_have_died_of_memory(prepared, outcome)
