@@ -1,8 +1,9 @@
 """Names of artifacts: which of a host's are safe to write here, and patterns that choose among them (pure).
 
 A pattern is a path below the artifacts folder in which ``*``, ``?`` and ``[…]`` stand for characters of one
-name, leading dots included, and ``**`` for any number of folders. Refusals are `UsageError` about the text
-alone.
+name, leading dots included, and ``**`` for any number of folders. What the supervisor's own instrument keeps
+of memory that ran out is meant only by patterns that begin with its folder's name. Refusals are `UsageError`
+about the text alone.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from collections.abc import Sequence
 from functools import cache
 
 from orchestrator.errors import UsageError
+from orchestrator.supervisor.memory_files import FOLDER
 from orchestrator.text import check_text, printable, quoted
 
-__all__ = ["PARTS", "check_path", "is_chosen", "parse_pattern", "parse_patterns"]
+__all__ = ["PARTS", "check_path", "is_asked_by_name", "is_chosen", "parse_pattern", "parse_patterns"]
 
 PARTS = ".part"  # the folder of what has not arrived whole
 MOST_PATH_BYTES = 2048
@@ -78,7 +80,14 @@ def parse_pattern(value: object) -> str:
 def is_chosen(path: str, patterns: Sequence[str]) -> bool:
     """Tells whether one of the patterns means the path."""
     names = path.split("/")
+    if is_asked_by_name(path):
+        patterns = [pattern for pattern in patterns if pattern.split("/")[0] == FOLDER]
     return any(_matches(names, _compiled(pattern)) for pattern in patterns)
+
+
+def is_asked_by_name(path: str) -> bool:
+    """Tells whether the path is of the folder that no general pattern means, and no lack of patterns."""
+    return path.startswith(f"{FOLDER}/")
 
 
 _Step = re.Pattern[str] | None  # None stands for any number of folders

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.artifact_folder import ArtifactFolder, Fetched, NotPlaced, Part
-from orchestrator.artifact_names import check_path, is_chosen, parse_patterns
+from orchestrator.artifact_names import check_path, is_asked_by_name, is_chosen, parse_patterns
 from orchestrator.errors import OrchError, StorageError, Unreachable, UsageError
 from orchestrator.experiment import COLLECT_LIMIT_BYTES
 from orchestrator.inventory import Host
@@ -69,7 +69,8 @@ class Finding:
 class Fetch:
     """What came of it: ``files`` are here, of which ``moved`` have travelled, in ``moved_bytes``.
 
-    ``findings`` were asked for and are not here, ``left`` are no files there, ``unmet`` patterns mean none.
+    ``findings`` were asked for and are not here, ``left`` are no files there or come only when they are asked
+    for by name, ``unmet`` patterns mean none.
     """
 
     run_id: str
@@ -105,7 +106,8 @@ class Choice:
 def choose(found: Iterable[Artifact], patterns: Sequence[str], limit_bytes: int) -> Choice:
     """Returns the files that the patterns mean (without any, all), in order, as long as they fit the limit.
 
-    A name that is not safe here is refused, what is no file is left.
+    A name that is not safe here is refused; what is no file is left, and so is what no pattern asks for by
+    name.
     """
     files: dict[Artifact, tuple[str, ...]] = {}
     findings, left = [], []
@@ -118,6 +120,9 @@ def choose(found: Iterable[Artifact], patterns: Sequence[str], limit_bytes: int)
             continue
         if artifact.kind != "file":
             left.append(Finding(path=artifact.path, why=f"it is {_LEFT[artifact.kind]}"))
+            continue
+        if not patterns and is_asked_by_name(artifact.path):
+            left.append(Finding(path=artifact.path, why="it comes when it is asked for by name"))
             continue
         meant.update(ours)
         try:

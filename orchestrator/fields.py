@@ -50,6 +50,7 @@ _RESERVED = {
     "NVIDIA_VISIBLE_DEVICES": "use devices:",
     "PYTHONPATH": "it is the run's bundle; put the code into the payload",
 }
+_SWITCHES = ("ORCH_MEMORY_HISTORY",)  # see supervisor/instrument.py
 
 _HEX_UUID = r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 _UUID = (
@@ -122,6 +123,8 @@ def check_variable(name: str, value: object) -> str:
         raise UsageError(f"is a boolean, a variable is text: quote it as '{text}' or '{int(value)}'")
     if not isinstance(value, str):
         raise UsageError("must be text: put its value in quotes")
+    if name in _SWITCHES and value not in ("0", "1"):
+        raise UsageError("is a switch: use '0' or '1', in quotes")
     if "\0" in value:
         raise UsageError("holds a NUL character, which no environment can carry")
     try:
@@ -142,6 +145,8 @@ def parse_variable(name: str, value: object, *, where: str) -> str | Secret:
     if not isinstance(value, Mapping):
         return check_variable(name, value)
     _check_variable_name(name)
+    if name in _SWITCHES:
+        raise UsageError("is a switch and no secret: use '0' or '1', in quotes")
     for key in value:
         if key not in ("secret", "from_env"):
             hint = did_you_mean(key, ("secret", "from_env"))
@@ -321,5 +326,5 @@ def _check_variable_name(name: str) -> None:
         raise UsageError("is no name for an environment variable: use letters, digits and '_'")
     if name in _RESERVED:
         raise UsageError(f"is set by orch: {_RESERVED[name]}")
-    if name.startswith("ORCH_"):
+    if name.startswith("ORCH_") and name not in _SWITCHES:
         raise UsageError("is reserved: names that begin with ORCH_ carry the run's identity")

@@ -43,9 +43,11 @@ def fetch(
 ) -> int:
     """Bring files of RUN's artifacts folder here: those that a PATTERN means, such as 'results/**/*.json'.
 
-    Without a pattern: those that its experiment collects, or all. A run that goes on is fetched from as it
-    stands. What was fetched before and has not changed is not sent again, and a file that broke off goes on
-    where it did. Nothing here is overwritten but what was fetched from RUN and is still as it was.
+    Without a pattern: those that its experiment collects, or all but orch-memory/, which holds what is kept
+    of memory that ran out and comes when a pattern begins with it: 'orch-memory/*'. A run that goes on is
+    fetched from as it stands. What was fetched before and has not changed is not sent again, and a file that
+    broke off goes on where it did. Nothing here is overwritten but what was fetched from RUN and is still as
+    it was.
 
     Exit code 0 when all of it is here, 1 when something is not, which is named.
     """

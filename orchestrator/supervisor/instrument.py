@@ -5,7 +5,8 @@ instrument.py --script PATH [ARGUMENT…]`` like ``python PATH [ARGUMENT…]``. 
 descriptor named by ``ORCH_EVENTS_FD``: Python and environment at once, torch's version when torch has been
 imported, the allocator's settings and the visible cards when CUDA has been initialised, the exception that
 ended the program, peak memory at the end. Where ``ORCH_MEMORY_LIMIT_BYTES`` asks for it the cards are made to
-look smaller. It never imports torch by itself and never fails the payload.
+look smaller. What CUDA's memory holds when it runs out, and held at its peak, `memory_watch` tells, unless
+``ORCH_MEMORY_HISTORY`` is 0. It never imports torch by itself and never fails the payload.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 SCRIPT_OPTION = "--script"
 EVENTS_FD_VARIABLE = "ORCH_EVENTS_FD"
 MEMORY_LIMIT_VARIABLE = "ORCH_MEMORY_LIMIT_BYTES"
+MEMORY_HISTORY_VARIABLE = "ORCH_MEMORY_HISTORY"
+OUR_PACKAGE = "_orch_supervisor"  # under which the rest of this folder is imported where it is needed
 REPORTED_VARIABLES = (
     "PYTORCH_CUDA_ALLOC_CONF",
     "PYTORCH_ALLOC_CONF",
@@ -38,6 +41,7 @@ REPORTED_VARIABLES = (
     "PYTHONFAULTHANDLER",
     "PYTHONPATH",
     MEMORY_LIMIT_VARIABLE,
+    MEMORY_HISTORY_VARIABLE,
 )
 RESETS_OF_PEAKS = ("_cuda_resetPeakMemoryStats", "_accelerator_resetPeakStats")  # of torch._C, by card
 GIB = 1024**3
@@ -131,6 +135,7 @@ class PeakMemory:
     def __init__(self, limit: MemoryLimit) -> None:
         self._limit = limit
         self._before_resets: Dict[int, List[int]] = {}
+        self.memory: Any = None
 
     def watch(self, torch: Any) -> None:
         """Reads a card's peaks before every reset of them; torch's functions all reset through these two."""
@@ -138,6 +143,10 @@ class PeakMemory:
             reset = getattr(torch._C, name, None)  # noqa: SLF001
             if reset is not None:
                 setattr(torch._C, name, self._after_reading(torch, reset))  # noqa: SLF001
+
+    def goes_with(self, memory: Any) -> None:
+        """Has ``memory``, which watches the allocator, tell at the end who held the peaks."""
+        self.memory = memory
 
     def _after_reading(self, torch: Any, reset: Callable[[int], object]) -> Callable[[int], object]:
         def read_and_reset(index: int) -> object:
@@ -167,6 +176,8 @@ class PeakMemory:
                     found.append({"index": index, "allocated_bytes": allocated, "reserved_bytes": reserved})
             report("facts", peak_memory=found)
             self._limit.check_used([card["index"] for card in found])
+            if self.memory is not None:
+                _try("tell who held the peak", lambda: self.memory.finish(found))
 
         _try("read peak memory", peaks)
 
@@ -209,12 +220,28 @@ def on_torch(torch: Any, peak_memory: PeakMemory, limit: MemoryLimit) -> None:
     """
     report("facts", torch=str(torch.__version__), cuda=str(torch.version.cuda))
     _try("watch peak memory", lambda: peak_memory.watch(torch))
-    _try("watch CUDA", lambda: torch.cuda._lazy_call(lambda: on_cuda(torch, limit)))  # noqa: SLF001
+    if torch.version.cuda is not None and os.environ.get(MEMORY_HISTORY_VARIABLE) != "0":
+        _try("watch the allocator", lambda: peak_memory.goes_with(watch_memory(torch)))
+    memory = peak_memory.memory
+    _try("watch CUDA", lambda: torch.cuda._lazy_call(lambda: on_cuda(torch, limit, memory)))  # noqa: SLF001
 
 
-def on_cuda(torch: Any, limit: MemoryLimit) -> None:
-    """Limits memory, and reports which cards this process sees and what the allocator took, each as far as
-    it can be read.
+def watch_memory(torch: Any) -> Any:
+    """Returns what watches torch's allocator, imported so that nobody else finds anything in this folder."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    spec = importlib.util.spec_from_file_location(
+        OUR_PACKAGE, os.path.join(here, "__init__.py"), submodule_search_locations=[here]
+    )
+    assert spec is not None
+    sys.modules[OUR_PACKAGE] = importlib.util.module_from_spec(spec)
+    memory = importlib.import_module(OUR_PACKAGE + ".memory_watch").of_process(torch, report, events_fd)
+    memory.watch()
+    return memory
+
+
+def on_cuda(torch: Any, limit: MemoryLimit, memory: Any) -> None:
+    """Limits memory and lets the allocator keep its history, and reports which cards this process sees and
+    what the allocator took, each as far as it can be read.
     """
 
     def devices() -> None:
@@ -229,6 +256,8 @@ def on_cuda(torch: Any, limit: MemoryLimit) -> None:
         report("facts", allocator=backend, allocator_settings=settings)
 
     _try("limit memory", lambda: limit.apply(torch))
+    if memory is not None:
+        _try("keep the allocator's history", memory.start)
     _try("read the cards", devices)
     _try("read the allocator", allocator)
 

@@ -109,3 +109,22 @@ def test_no_name_makes_a_match_take_long() -> None:
     began = time.process_time()
     is_chosen("/".join("a" * 1000), ["/".join(["**", "a*"] * 20) + "/b"])
     assert time.process_time() - began < 1
+
+
+@pytest.mark.parametrize(
+    ("pattern", "is_meant"),
+    [
+        ("**", False),
+        ("**/*.json", False),
+        ("*/main-1.json", False),
+        ("orch-*/main-1.json", False),
+        ("orch-memory/", True),
+        ("orch-memory/*", True),
+        ("orch-memory/**", True),
+        ("orch-memory/main-1.json", True),
+        ("orch-memory", False),
+    ],
+)
+def test_what_is_kept_of_memory_is_meant_by_its_folders_name_alone(pattern: str, is_meant: bool) -> None:
+    assert is_chosen("orch-memory/main-1.json", ["x.json", parse_pattern(pattern)]) is is_meant
+    assert is_chosen("results/orch-memory/x", ["**"])

@@ -111,6 +111,16 @@ def test_what_is_no_file_is_left_and_does_not_meet_a_pattern() -> None:
     assert found == Choice(files={}, findings=(), left=left, unmet=("latest", "*.csv"))
 
 
+def test_what_is_kept_of_memory_comes_only_by_name() -> None:
+    snapshot, result = an_artifact("orch-memory/main-1.pickle"), an_artifact("a.json")
+    found = choose([snapshot, result], (), 100)
+    assert list(found.files) == [result]
+    why = "it comes when it is asked for by name"
+    assert found.left == (Finding(path=snapshot.path, why=why),)
+    assert choose([snapshot], ["**"], 100) == Choice(files={}, findings=(), left=(), unmet=("**",))
+    assert list(choose([snapshot, result], ["orch-memory/*"], 100).files) == [snapshot]
+
+
 def test_what_an_experiment_collects_comes_whole_and_private(here: Here) -> None:
     here.put("a.json", DATA)
     here.put("logs/deep/x y.txt", b"")

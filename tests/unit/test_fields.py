@@ -83,6 +83,14 @@ def test_reserved_variables_name_what_to_use_instead(name: str, instead: str) ->
         check_variable(name, "x")
 
 
+def test_a_switch_of_the_instrument_is_0_or_1_and_no_secret() -> None:
+    assert check_variable("ORCH_MEMORY_HISTORY", "0") == "0"
+    with pytest.raises(UsageError, match="use '0' or '1'"):
+        check_variable("ORCH_MEMORY_HISTORY", "off")
+    with pytest.raises(UsageError, match="no secret"):
+        parse_variable("ORCH_MEMORY_HISTORY", {"secret": True, "from_env": "X"}, where="x.yaml:1")
+
+
 def test_a_boolean_value_asks_for_quotes() -> None:
     with pytest.raises(UsageError, match=r"is a boolean.*'true' or '1'"):
         check_variable("FLAG", True)
