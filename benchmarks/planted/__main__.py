@@ -1,0 +1,140 @@
+"""Runs the planted failures and prints what was named (see the package)."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+PROJECT = HERE.parents[1]
+LEAST_NAMED_SHARE = 11 / 12
+ORCH = [sys.executable, "-c", "from orchestrator.cli.main import main; main()"]
+HOLD = """
+import sys, time, torch
+held = torch.empty(int(sys.argv[1]), dtype=torch.uint8, device="cuda")
+print("held", flush=True)
+time.sleep(1000)
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plant:
+    """One planted failure; ``limit`` is the card's for scripts, experiments name their own.
+
+    It is named when the first answer has one of these ``causes``, and all ``words`` in its text.
+    """
+
+    file: str
+    causes: Sequence[str]
+    words: Sequence[str] = ()
+    limit: str | None = None
+    held_share: float = 0.0
+
+
+PLANTS = (
+    Plant(file="scores.yaml", causes=["too large"], words=["scores"]),
+    Plant(file="expanded_keys.yaml", causes=["too large"], words=["expanded", "[182, 32, 8032, 128]"]),
+    Plant(file="feed_forward.yaml", causes=["too large"], words=["[32768, 17408]"]),
+    Plant(file="loss_chunk.yaml", causes=["too large"], words=["logits"]),
+    Plant(file="logits.py", causes=["too large"], words=["logits"], limit="12GiB"),
+    Plant(file="optimizer.py", causes=["too large"], words=["optimizer"], limit="7GiB"),
+    Plant(file="gradient.py", causes=["too large"], words=["gradient"], limit="6GiB"),
+    Plant(file="parameters.py", causes=["too large"], words=["parameter"], limit="10GiB"),
+    Plant(file="leak.py", causes=["leak"], limit="8GiB"),
+    Plant(file="fragmentation.py", causes=["fragmentation"], limit="2GiB"),
+    Plant(file="stranger.py", causes=["another process"], held_share=0.85),
+    Plant(file="host_memory.py", causes=["host memory"]),
+    Plant(file="library.py", causes=["outside the allocator"]),
+    Plant(file="shared_memory.py", causes=["shared memory of a kernel"]),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What `orch explain` said to a planted failure."""
+
+    plant: Plant
+    verdict: str
+    explanation: Mapping[str, Any]
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the first answer is the planted one."""
+        text = json.dumps([self.explanation.get("headline"), self.explanation.get("tensor")]).lower()
+        right_cause = self.explanation.get("cause") in self.plant.causes
+        return right_cause and all(word in text for word in self.plant.words)
+
+
+def try_plant(plant: Plant, home: Path) -> Answer:
+    """Lets one program fail and asks why."""
+    environment = {**os.environ, "ORCH_HOME": str(home), "PYTHONPATH": str(PROJECT)}
+    words = [str(HERE / plant.file), "--host", "local", "--json"]
+    if plant.file.endswith(".py"):
+        words += ["--devices", "0", "--share"]
+        words += [] if plant.limit is None else ["--memory-limit", plant.limit]
+    with _held(plant.held_share):
+        done = subprocess.run(
+            [*ORCH, "run", *words], env=environment, cwd=PROJECT, capture_output=True, text=True, check=False
+        )
+    told = subprocess.run(
+        [*ORCH, "explain", "last", "--json"],
+        env=environment,
+        cwd=PROJECT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if told.returncode:
+        return Answer(plant=plant, verdict=done.stdout[-200:], explanation={"headline": told.stderr[-500:]})
+    return Answer(plant=plant, verdict=done.stdout[-200:], explanation=json.loads(told.stdout))
+
+
+@contextlib.contextmanager
+def _held(share: float) -> Iterator[None]:
+    """Another process on the card, which no run knows."""
+    if not share:
+        yield
+        return
+    code = "import torch; print(torch.cuda.mem_get_info()[1])"
+    total = int(subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True).stdout)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(int(total * share))], stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout is not None
+    try:
+        assert holder.stdout.readline() == "held\n"
+        yield
+    finally:
+        holder.kill()
+        holder.wait()
+
+
+def main() -> int:
+    """Plants what the command line names."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.planted", description=__doc__)
+    parser.add_argument("--only", action="append", choices=[plant.file for plant in PLANTS])
+    parser.add_argument("--json", type=Path, default=Path("benchmarks/planted.json"), metavar="FILE")
+    options = parser.parse_args()
+    chosen = [plant for plant in PLANTS if not options.only or plant.file in options.only]
+    with tempfile.TemporaryDirectory(prefix="orch-planted-") as home:
+        answers = [try_plant(plant, Path(home)) for plant in chosen]
+    options.json.write_text(json.dumps([asdict(answer) for answer in answers], indent=2))
+    for answer in answers:
+        mark = "named " if answer.is_named else "MISSED"
+        print(f"{mark}  {answer.plant.file:22} {answer.explanation.get('headline')}")
+    named = sum(answer.is_named for answer in answers)
+    print(f"{named} of {len(answers)} named")
+    return int(named < LEAST_NAMED_SHARE * len(answers))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

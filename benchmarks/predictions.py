@@ -1,0 +1,333 @@
+"""How near the payload's predicted peaks of memory are to what a card measures, and whether verdicts hold.
+
+``PYTHONPATH=payloads python -m benchmarks.predictions [--only NAME]… [--json FILE]``, on a machine with a
+card on which nothing else runs. Each case is predicted in a process that sees no card, then run in one of its
+own under the instrument, as ``orch run`` does it; peaks are the allocator's, of each phase. Cases run side by
+side as far as the predictions say that they fit together, which changes times and no peak. The verdicts are
+tried by running a case again under limits around its prediction. Exits with 1 when a bar is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from orchestrator import supervisor
+
+GIB = 2**30
+INSTRUMENT = Path(*supervisor.__path__, "instrument.py")
+EAGER_SHARE, COMPILED_SHARE = 0.01, 0.05
+CLEAR_SHARE = 0.05  # a verdict counts where the prediction is this far from the capacity
+LIMIT_FACTORS = (0.9, 1.1)
+USABLE_SHARE = 0.9  # of the card, for cases side by side
+CONTEXT_BYTES = GIB  # of each process, more than it takes
+EXPANDABLE = "expandable_segments:True"
+SMALL = {"num_draft_layers": 3, "seq_len": 2000, "max_anchors": 64, "packed_lengths": [500, 700, 800]}
+"""The reference's widths and fewer of everything else: what the dense backends can hold."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One configuration of a probe; ``is_limited`` cases are run again under limits."""
+
+    name: str
+    params: Mapping[str, Any]
+    entry: str = "dflash.probes.oom"
+    alloc_conf: str = ""
+    is_limited: bool = False
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether kernels are compiled, for which the bar is wider."""
+        return bool(self.params.get("compile", True))
+
+
+CASES = (
+    Case(name="flex none", params={"recompute": "none"}, alloc_conf=EXPANDABLE),
+    Case(name="flex mlp", params={"recompute": "mlp"}),
+    Case(name="flex layer", params={"recompute": "layer"}, is_limited=True),
+    Case(name="flex layer, 256 anchors", params={"recompute": "layer", "max_anchors": 256}),
+    Case(
+        name="flex none, 512 × 16, adamw",
+        params={"recompute": "none", "max_anchors": 512, "block_size": 16, "optimizer": "adamw"},
+        is_limited=True,
+    ),
+    Case(
+        name="flex layer, small loss chunks",
+        params={"recompute": "layer", "loss_chunk_rows": 256},
+        alloc_conf=EXPANDABLE,
+    ),
+    Case(name="flex forward", params={}, entry="dflash.probes.inference"),
+    Case(name="sdpa_chunked none", params={"attention": "sdpa_chunked", "recompute": "none"}),
+    Case(name="sdpa_chunked layer", params={"attention": "sdpa_chunked", "recompute": "layer"}),
+    Case(
+        name="sdpa_chunked none, eager",
+        params={"attention": "sdpa_chunked", "recompute": "none", "compile": False, "max_anchors": 512},
+        is_limited=True,
+    ),
+    Case(
+        name="sdpa_chunked mlp, eager, adamw",
+        params={
+            "attention": "sdpa_chunked",
+            "recompute": "mlp",
+            "compile": False,
+            "max_anchors": 256,
+            "optimizer": "adamw",
+        },
+    ),
+    Case(
+        name="sdpa_math layer, eager",
+        params={"attention": "sdpa_math", "compile": False, "max_anchors": 256, "chunk_blocks": 32},
+    ),
+    Case(
+        name="sdpa_math none, eager",
+        params={**SMALL, "attention": "sdpa_math", "recompute": "none", "compile": False, "chunk_blocks": 16},
+    ),
+    Case(name="eager none", params={**SMALL, "attention": "eager", "recompute": "none", "compile": False}),
+    Case(name="eager layer", params={**SMALL, "attention": "eager", "compile": False}, is_limited=True),
+    Case(
+        name="eager mlp, float32, adamw",
+        params={
+            **SMALL,
+            "attention": "eager",
+            "recompute": "mlp",
+            "compile": False,
+            "dtype": "float32",
+            "optimizer": "adamw",
+        },
+    ),
+    Case(
+        name="uncompiled flex layer",
+        params={**SMALL, "attention": "flex", "recompute": "layer", "compile": False},
+    ),
+    Case(
+        name="eager forward",
+        params={**SMALL, "attention": "eager", "compile": False},
+        entry="dflash.probes.inference",
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ran:
+    """What a run measured: the peaks of its phases, and owners at the peak where the instrument told them."""
+
+    code: int
+    phases: Mapping[str, Mapping[str, int]]
+    owners: Mapping[str, int] = field(default_factory=dict)
+    error: str = ""
+
+    @property
+    def is_out_of_memory(self) -> bool:
+        """Whether that is why it ended."""
+        return "OutOfMemoryError" in self.error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """A case's prediction beside its measurement; ``wrong_verdicts`` says each that did not hold."""
+
+    case: Case
+    estimate: Mapping[str, Any]
+    ran: Ran
+    worst_share: float
+    bar_share: float
+    wrong_verdicts: Sequence[str] = ()
+
+    @property
+    def is_good(self) -> bool:
+        """Whether it is within its bar."""
+        return self.ran.code == 0 and self.worst_share <= self.bar_share and not self.wrong_verdicts
+
+
+class Room:
+    """The card's memory, shared by cases that run at the same time."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self._free = int(total_bytes * USABLE_SHARE)
+        self._all = self._free
+        self._changed = threading.Condition()
+
+    def take(self, needed_bytes: int) -> int:
+        """Waits until that much is free and returns what was taken."""
+        taken = min(needed_bytes, self._all)
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= taken)
+            self._free -= taken
+        return taken
+
+    def give_back(self, taken_bytes: int) -> None:
+        """Frees what `take` returned."""
+        with self._changed:
+            self._free += taken_bytes
+            self._changed.notify_all()
+
+
+def estimate(case: Case, card: str, folder: Path, limit_bytes: int | None = None) -> dict[str, Any]:
+    """Returns what the payload predicts, in a process that sees no card.
+
+    Raises:
+        RuntimeError: it predicts nothing, with what it wrote.
+    """
+    words = ["--entry", case.entry, "--params", str(_params_file(case, folder)), "--card", card, "--json"]
+    if case.alloc_conf:
+        words += ["--alloc-conf", case.alloc_conf]
+    if limit_bytes is not None:
+        words += ["--memory-limit-bytes", str(limit_bytes)]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "dflash.estimate", *words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{case.name}: the estimate ended with {done.returncode}: {done.stderr[-2000:]}")
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+def run(case: Case, folder: Path, limit_bytes: int | None = None) -> Ran:
+    """Runs a case under the instrument and returns what its events say."""
+    reader, writer = os.pipe()
+    environment = {**os.environ, "ORCH_EVENTS_FD": f"{writer}:{os.fstat(writer).st_ino}"}
+    environment.pop("PYTORCH_CUDA_ALLOC_CONF", None)
+    if case.alloc_conf:
+        environment["PYTORCH_CUDA_ALLOC_CONF"] = case.alloc_conf
+    if limit_bytes is not None:
+        environment["ORCH_MEMORY_LIMIT_BYTES"] = str(limit_bytes)
+    with tempfile.TemporaryDirectory() as workplace, os.fdopen(reader) as events:
+        words = [case.entry, "--params", str(_params_file(case, folder))]
+        process = subprocess.Popen(
+            [sys.executable, str(INSTRUMENT), *words],
+            env={**environment, "PYTHONPATH": str(Path("payloads").resolve())},
+            cwd=workplace,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=[writer],
+        )
+        os.close(writer)
+        told = [json.loads(line) for line in events]
+        code = process.wait()
+    return _ran(code, told)
+
+
+def _ran(code: int, told: Sequence[Mapping[str, Any]]) -> Ran:
+    phases: dict[str, dict[str, int]] = {}
+    for event in told:
+        phase, _, name = event.get("name", "").partition(".")
+        if event["kind"] == "metric" and name in ("peak_allocated_gib", "peak_reserved_gib"):
+            key = name.replace("_gib", "_bytes")
+            phases.setdefault(phase, {})[key] = round(event["value"] * GIB)
+    owners: dict[str, int] = {}
+    for event in told:
+        if event["kind"] == "memory" and event.get("is_whole"):
+            owners = {owner["category"]: owner["bytes"] for owner in event["owners"]}
+    errors = [f"{event['type']}: {event['message']}" for event in told if event["kind"] == "exception"]
+    return Ran(code=code, phases=phases, owners=owners, error=errors[-1] if errors else "")
+
+
+def try_case(case: Case, card: str, room: Room, folder: Path) -> Found:
+    """Predicts a case and runs it, under limits as well if it asks for that."""
+    predicted = estimate(case, card, folder)
+    taken = room.take(predicted["peak_reserved_bytes"] + CONTEXT_BYTES)
+    try:
+        ran = run(case, folder)
+        wrong = [
+            verdict
+            for factor in (LIMIT_FACTORS if case.is_limited else ())
+            for verdict in _try_limit(case, card, folder, int(predicted["peak_reserved_bytes"] * factor))
+        ]
+    finally:
+        room.give_back(taken)
+    shares = [
+        abs(phase["peak_allocated_bytes"] / ran.phases[phase["name"]]["peak_allocated_bytes"] - 1)
+        for phase in predicted["phases"]
+        if phase["name"] in ran.phases
+    ]
+    bar = COMPILED_SHARE if case.is_compiled else EAGER_SHARE
+    return Found(
+        case=case,
+        estimate=predicted,
+        ran=ran,
+        worst_share=max(shares, default=float("inf")),
+        bar_share=bar,
+        wrong_verdicts=wrong,
+    )
+
+
+def _try_limit(case: Case, card: str, folder: Path, limit_bytes: int) -> list[str]:
+    """Returns what the verdict under a limit got wrong, if it is clear and wrong."""
+    predicted = estimate(case, card, folder, limit_bytes)
+    ran = run(case, folder, limit_bytes)
+    fits = {"fits": True, "does not fit": False}.get(predicted["verdict"])
+    distance = abs(predicted["peak_allocated_bytes"] / predicted["capacity_bytes"] - 1)
+    if fits is None or distance <= CLEAR_SHARE or fits == (ran.code == 0):
+        return []
+    return [f"limit {limit_bytes / GIB:.2f} GiB: predicted {predicted['verdict']}, ended with {ran.code}"]
+
+
+def table(found: Sequence[Found]) -> str:
+    """Returns a line for each phase of each case, in GiB."""
+    lines = ["| case | phase | allocated, predicted / measured | error | reserved, predicted / measured | |"]
+    lines.append("|---|---|---|---|---|---|")
+    for one in found:
+        lines += [_row(one, phase) for phase in one.estimate["phases"]]
+    return "\n".join(lines)
+
+
+def _row(one: Found, phase: Mapping[str, Any]) -> str:
+    measured = one.ran.phases.get(phase["name"])
+    if measured is None:
+        return f"| {one.case.name} | {phase['name']} | – | – | – | {one.ran.error[:80] or 'not measured'} |"
+    allocated, reserved = (
+        (phase[key] / GIB, measured[key] / GIB) for key in ("peak_allocated_bytes", "peak_reserved_bytes")
+    )
+    told = "; ".join(one.wrong_verdicts) or ("" if one.is_good else "MISSED")
+    return (
+        f"| {one.case.name} | {phase['name']} | {allocated[0]:.3f} / {allocated[1]:.3f} "
+        f"| {allocated[0] / allocated[1] - 1:+.2%} | {reserved[0]:.3f} / {reserved[1]:.3f} | {told} |"
+    )
+
+
+def main() -> int:
+    """Runs the cases that the command line names."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.predictions", description=__doc__)
+    parser.add_argument("--only", action="append", choices=[case.name for case in CASES], help="repeatable")
+    parser.add_argument("--at-once", type=int, default=4, help="cases side by side at most")
+    parser.add_argument("--json", type=Path, default=Path("benchmarks/predictions.json"), metavar="FILE")
+    options = parser.parse_args()
+    card, total_bytes = _card()
+    chosen = [case for case in CASES if not options.only or case.name in options.only]
+    room = Room(total_bytes)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.at_once) as pool:
+        found = list(pool.map(lambda case: try_case(case, card, room, Path(folder)), chosen))
+    options.json.write_text(json.dumps([asdict(one) for one in found], indent=2))
+    print(f"{card}, predicted by torch {found[0].estimate['torch']} without a card\n\n{table(found)}")
+    return int(not all(one.is_good for one in found))
+
+
+def _card() -> tuple[str, int]:
+    """Returns the first card as the estimate takes it, and its memory in bytes."""
+    code = (
+        "import torch; p = torch.cuda.get_device_properties(0); print(p.total_memory, f'{p.major}{p.minor}')"
+    )
+    told = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True).stdout
+    total_bytes, capability = told.split()
+    return f"{int(total_bytes) / GIB:.4f}GiB:sm_{capability}", int(total_bytes)
+
+
+def _params_file(case: Case, folder: Path) -> Path:
+    path = folder / f"{CASES.index(case)}.json"
+    path.write_text(json.dumps(dict(case.params)))
+    return path
+
+
+if __name__ == "__main__":
+    sys.exit(main())
