@@ -5,7 +5,6 @@ The figures are those of docs/performance.md and docs/oom-probe.md: torch 2.11, 
 
 import contextlib
 import dataclasses
-import io
 import resource
 import weakref
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ import torch
 from dflash import notices
 from dflash.attention.eager import EagerAttention
 from dflash.blocks import lay_out
-from dflash.cards import Card, parse_card
+from dflash.cards import parse_card
 from dflash.config import create_drafter_config
 from dflash.gathering import select_rows
 from dflash.layers import Context, DrafterLayer
@@ -37,9 +36,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-GIB = 2**30
+from tests.payload.simulated import GIB, H200, peaks_by_phase_gib, silent, steps
+
 MIB = 2**20
-H200 = parse_card("h200")
 WORKSPACE = 32 * MIB  # cuBLAS's, on Hopper, for each of two threads
 
 SMALL: dict[str, Any] = {
@@ -56,48 +55,6 @@ SMALL: dict[str, Any] = {
     "head_dim": 16,
     "iterations": 1,
 }
-
-
-def silent(work: Callable[[], object], card: Card = H200) -> Trace:
-    with contextlib.redirect_stdout(io.StringIO()):
-        return trace(work, card=card)
-
-
-def steps(
-    lengths: tuple[int, ...],
-    step: workload.Step = workload.forward_backward,
-    *,
-    card: Card = H200,
-    **params: Any,
-) -> Trace:
-    """Return the trace of one step, as the probes take them."""
-    size = build(oom.OomProbeParams, params, what="parameter")
-
-    def work() -> None:
-        machine = workload.open_workplace(size, title="test")
-        machine.begin_phase("steps")
-        drafter = workload.build_drafter(size, machine, max_anchors=size.max_anchors)
-        step(drafter, workload.random_row(size, lengths, machine.device), seed=0)
-
-    return silent(work, card)
-
-
-def allocated(block: Block) -> int:
-    return -(-block.bytes // 512) * 512
-
-
-def peaks_by_phase_gib(log: Trace) -> dict[str, float]:
-    """Return the most that is allocated at once in each phase."""
-    now, phase, most = 0, "", dict[str, int]()
-    for event in log.events:
-        if isinstance(event, Mark):
-            phase = event.name if event.kind == "phase" else phase
-        elif isinstance(event, Born):
-            now += allocated(log.blocks[event.block])
-            most[phase] = max(most.get(phase, 0), now)
-        else:
-            now -= allocated(log.blocks[event.block])
-    return {phase: peak / GIB for phase, peak in most.items() if phase}
 
 
 def by_category(log: Trace, category: str) -> list[Block]:
