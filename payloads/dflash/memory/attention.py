@@ -42,8 +42,8 @@ def attend(
     needs_sums = torch.is_grad_enabled() and any(part.requires_grad for part in (query, key, value))
     if kernel == "math":
         with recorder.attending(query, key):
-            results = aten._scaled_dot_product_attention_math(query, key, value, bias, enable_gqa=enable_gqa)
-    elif kernel == "flash":
+            return _by_steps(query, key, value, bias)
+    if kernel == "flash":
         results = aten._scaled_dot_product_flash_attention(query, key, value)
     elif kernel == "efficient":
         bias = _expanded(_aligned(bias), query, key)
@@ -53,6 +53,31 @@ def attend(
         results = aten._scaled_dot_product_cudnn_attention(query, key, value, bias, needs_sums)
     mixed: Tensor = results[0]
     return mixed
+
+
+def _by_steps(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+    """Do what the math path does (_scaled_dot_product_attention_math, attention.cpp).
+
+    torch's own would not add the bias in place here, because these tensors are of a class of their own.
+    """
+    exact = torch.promote_types(torch.float32, query.dtype)
+    scale = math.sqrt(query.shape[-1] ** -0.5)
+    # All of these live until the function returns, so each has a name of its own.
+    query_BAQD, key_BGKD, value_BGKD = (part.to(exact) for part in (query, key, value))
+    scaled_BAQD = query_BAQD * scale
+    key_BAKD, value_BAKD = (_for_each_head(part, query) for part in (key_BGKD, value_BGKD))
+    scores_BAQK = torch.matmul(scaled_BAQD, key_BAKD.transpose(-2, -1) * scale)
+    if bias is not None:
+        scores_BAQK.add_(bias)
+    scores_BAQK = aten._safe_softmax(scores_BAQK, -1)
+    mixed_BAQD = torch.matmul(scores_BAQK, value_BAKD).to(query.dtype)
+    scores_BAQK.to(query.dtype)  # the second result, which nobody keeps
+    return mixed_BAQD
+
+
+def _for_each_head(part_BGKD: Tensor, query: Tensor) -> Tensor:
+    heads = query.shape[1] // part_BGKD.shape[1]
+    return part_BGKD if heads == 1 else part_BGKD.repeat_interleave(heads, dim=1)
 
 
 def choose_kernel(
