@@ -65,8 +65,10 @@ class Solved:
 
     @property
     def needed(self) -> str:
-        """The open quantity's values and their bound."""
+        """The open quantity's values and the bound that they keep or break."""
         values = _range(*(f"{value:,}" for value in self.quantities))
+        if self.quantities[1] < self.free.least:
+            return f"fewer {self.free.name} than the {self.free.least:,} that there are at least"
         return f"{self.free.name} {values} of at most {self.free.most:,}"
 
     def __str__(self) -> str:

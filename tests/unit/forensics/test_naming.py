@@ -136,6 +136,17 @@ def test_alone_such_a_run_gets_no_name_but_what_the_size_would_need() -> None:
     )
 
 
+def test_a_run_whose_slots_alone_are_more_than_that_says_so() -> None:
+    naming = named("15.09 GiB", {**UNCOMPILED, "max_anchors": 1024, "block_size": 32}, recent({}))
+    assert naming.not_this_run
+    assert naming.ruled_out == (
+        (
+            "not this run: attention scores are 156.36 GiB; 15.09 GiB with queries 1024 · 32 "
+            "needs fewer context tokens than the 2 that there are at least"
+        ),
+    )
+
+
 def test_runs_of_the_same_parameters_are_one_answer() -> None:
     naming = named("15.09 GiB", {**UNCOMPILED, "max_anchors": 256}, recent({}, {}, {"max_anchors": 128}))
     assert (first(naming).label, first(naming).also) == ("run-0", ("run-1",))
