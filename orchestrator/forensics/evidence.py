@@ -30,6 +30,13 @@ def evidence(asked: AskedSize, fit: Fit) -> Iterator[str]:
     for dimension in tensor.dimensions:
         if dimension.numbers is not None:
             yield f"{dimension.name} {dimension.value} = {dimension.expression} = {dimension.numbers}"
+    given = [
+        f"{dimension.name} {dimension.value} = {dimension.expression}"
+        for dimension in tensor.dimensions
+        if dimension.numbers is None and dimension.name != dimension.expression
+    ]
+    if given:
+        yield ", ".join(given)
     if fit.solved is not None:
         yield f"{asked.text} alone leaves {fit.solved}"
     if fit.way is not Way.DTYPE and fit.dtype == "float32":

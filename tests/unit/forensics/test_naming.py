@@ -161,6 +161,7 @@ def test_22_3_gib_are_keys_expanded_to_all_heads_in_float32(text: str) -> None:
     assert (best.fit.shape, best.fit.dtype) == ((182, 32, 8032, 128), "float32")
     assert best.confidence > 0.95
     for reason in (
+        "blocks of a chunk 182 = chunk_blocks, heads 32 = num_attention_heads",
         "8 key-value heads are expanded to 32 query heads",
         "bfloat16 is upcast to float32 there",
         "in bfloat16 it would be 11.15 GiB",
