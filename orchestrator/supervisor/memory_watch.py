@@ -129,7 +129,7 @@ class MemoryWatch:
 
     def _observe(self, device: int, asked: int, limit: int, free: int) -> None:
         """Is called by torch in the thread whose allocation failed, before it raises."""
-        if os.getpid() != self._pid or not self._failing.acquire(blocking=False):
+        if not self._failing.acquire(blocking=False):
             return
         try:
             self._failures += 1

@@ -1,10 +1,6 @@
 """What is told of CUDA memory in a process that runs out of it on a card, and what the telling costs."""
 
-import json
-import os
 import statistics
-import subprocess
-import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,17 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from orchestrator import supervisor
 from orchestrator.forensics.snapshot import read_snapshot, summarise
 from orchestrator.supervisor.memory_watch import MOST_ENTRIES
 from tests.gpu.benches import build_on
 from tests.gpu.test_backends import MIDDLE
+from tests.gpu.test_instrument import run_with_events
 
 pytestmark = pytest.mark.gpu
 
 MIB = 2**20
 GIB = 2**30
-INSTRUMENT = Path(*supervisor.__path__, "instrument.py")
 VOCABULARY = 40_009
 MODEL = f"""
     import gc, sys, torch
@@ -59,22 +54,11 @@ MODEL = f"""
 
 
 def run(folder: Path, code: str, *, expected: int = 0, **variables: str) -> list[dict[str, Any]]:
-    """Runs a program under the instrument; returns its events, read while it runs."""
+    """Runs a program that has the model, under the instrument; returns its events."""
     program = folder / "go.py"
     program.write_text(textwrap.dedent(MODEL) + textwrap.dedent(code))
-    reader, writer = os.pipe()
-    told = {
-        "ORCH_EVENTS_FD": f"{writer}:{os.fstat(writer).st_ino}",
-        "ORCH_ARTIFACTS": str(folder),
-        "CUDA_VISIBLE_DEVICES": "0",
-    }
-    argv = [sys.executable, str(INSTRUMENT), "--script", str(program)]
-    with os.fdopen(reader) as events:
-        process = subprocess.Popen(argv, env={**os.environ, **told, **variables}, pass_fds=[writer])
-        os.close(writer)
-        lines = events.readlines()
-    assert process.wait(60) == expected
-    found: list[dict[str, Any]] = [json.loads(line) for line in lines]
+    told = {"ORCH_ARTIFACTS": str(folder), "CUDA_VISIBLE_DEVICES": "0", **variables}
+    found, _ = run_with_events(program, expected=expected, **told)
     assert [event for event in found if "instrument_error" in event] == []
     return found
 

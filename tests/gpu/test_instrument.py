@@ -38,19 +38,23 @@ except torch.OutOfMemoryError:
 """
 
 
-def run_with_events(program: Path, **variables: str) -> tuple[list[dict[str, Any]], str]:
-    """Runs a script under the instrument; returns what it reported, and its output."""
+def run_with_events(
+    program: Path, *, expected: int = 0, **variables: str
+) -> tuple[list[dict[str, Any]], str]:
+    """Runs a script under the instrument; returns what it reported, read while it ran, and its output."""
     reader, writer = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, str(INSTRUMENT), "--script", str(program)],
+        env={**os.environ, **variables, "ORCH_EVENTS_FD": f"{writer}:{os.fstat(writer).st_ino}"},
+        stdout=subprocess.PIPE,
+        pass_fds=[writer],
+    )
+    os.close(writer)
     with os.fdopen(reader) as events:
-        done = subprocess.run(
-            [sys.executable, str(INSTRUMENT), "--script", str(program)],
-            env={**os.environ, **variables, "ORCH_EVENTS_FD": f"{writer}:{os.fstat(writer).st_ino}"},
-            stdout=subprocess.PIPE,
-            pass_fds=[writer],
-            check=True,
-        )
-        os.close(writer)
-        return [json.loads(line) for line in events], done.stdout.decode()
+        told = [json.loads(line) for line in events]
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == expected
+    return told, printed.decode()
 
 
 def test_a_card_is_told_so_that_an_estimate_can_be_for_it(card: torch.device, tmp_path: Path) -> None:
