@@ -81,16 +81,16 @@ def limit(card: torch.device) -> str:
 def test_logits_that_do_not_fit_are_told_with_their_line_and_who_holds_the_rest(
     limit: str, tmp_path: Path
 ) -> None:
-    events = run(tmp_path, "model(states(30_000))\n", expected=1, ORCH_MEMORY_LIMIT_BYTES=limit)
+    events = run(tmp_path, "model(states(16_000))\n", expected=1, ORCH_MEMORY_LIMIT_BYTES=limit)
     (event,) = of_kind(events, "oom")
     assert (event["phase"], event["autograd_node"], event["module"]) == ("forward", None, "head")
     assert event["stack"][0].startswith("go.py:")
-    assert event["requested_bytes"] == -(-30_000 * VOCABULARY * 4 // 512) * 512
+    assert event["requested_bytes"] == -(-16_000 * VOCABULARY * 4 // 512) * 512
     assert event["asked_bytes"] >= event["requested_bytes"]
     weights = (3 * 2 * 1024 * 4096 + 1024 * VOCABULARY) * 4
     assert weights <= sizes(event)["parameter"] <= weights + 7 * MIB
     assert sizes(event)["buffer"] == 4 * MIB
-    assert 30_000 * 1024 * 4 <= sizes(event)["input"] < 30_000 * 1024 * 4 + MIB
+    assert 16_000 * 1024 * 4 <= sizes(event)["input"] < 16_000 * 1024 * 4 + MIB
     assert sizes(event)["activation"] > sizes(event)["input"]
     assert sum(sizes(event).values()) == event["allocated_bytes"]
     named = {row["name"]: row for row in event["largest"]}
@@ -103,7 +103,7 @@ def test_logits_that_do_not_fit_are_told_with_their_line_and_who_holds_the_rest(
 
 
 def test_the_snapshot_is_torchs_own_and_is_read_as_plain_containers(limit: str, tmp_path: Path) -> None:
-    events = run(tmp_path, "model(states(30_000))\n", expected=1, ORCH_MEMORY_LIMIT_BYTES=limit)
+    events = run(tmp_path, "model(states(16_000))\n", expected=1, ORCH_MEMORY_LIMIT_BYTES=limit)
     (event,) = of_kind(events, "oom")
     snapshot = read_snapshot(tmp_path / event["snapshot"])
     (summary,) = summarise(snapshot)
@@ -172,7 +172,7 @@ def test_a_program_that_catches_it_goes_on_with_all_its_memory(limit: str, tmp_p
         held = torch.cuda.memory_allocated()
         for _ in range(7):
             try:
-                model(states(30_000))
+                model(states(16_000))
             except torch.OutOfMemoryError:
                 pass
             gc.collect()
