@@ -22,6 +22,7 @@ from orchestrator.forensics.naming import Naming, name_tensor
 from orchestrator.forensics.outlook import Outlook, Remedy
 from orchestrator.forensics.placing import placed
 from orchestrator.forensics.shapes import ShapeSet, read_shape_sets
+from orchestrator.host_cards import HostCard
 from orchestrator.ledger import RunRow
 from orchestrator.lifecycle import State
 from orchestrator.memory_evidence import Evidence, Told
@@ -92,12 +93,13 @@ def explain_run(workspace: Workspace, run_id: str) -> Explained:
     facts = replace(facts, allocator_bytes=told.limits.get(device or 0))
     subject = of_run(workspace, row)
     named = _named(workspace, subject, facts)
+    card = HostCard.of(next(iter(told.cards[device or 0 :]), None))
     return Explained(
         explanation=explain(named),
         facts=named,
         subject=subject,
         where=where or None,
-        card=_card_text(told.cards[device or 0]) if len(told.cards) > (device or 0) else None,
+        card=None if card is None else card.text,
         outcome=outcome,
     )
 
@@ -256,16 +258,6 @@ def _outlook(estimate: Estimate) -> Outlook:
         torch=estimate.torch,
         remedies=remedies,
     )
-
-
-def _card_text(device: Mapping[str, Any]) -> str | None:
-    """Returns a card in the form that estimates take, None where its process did not tell all of it."""
-    total, capability = device.get("total_bytes"), device.get("capability")
-    if type(total) is not int or not isinstance(capability, list) or len(capability) != 2:
-        return None
-    if not all(type(number) is int and 0 <= number < 100 for number in capability):
-        return None
-    return f"{total / 2**30!r}GiB:sm_{capability[0]}{capability[1]}"
 
 
 def _captures_of(told: Told, proc: str | None) -> tuple[Any, ...]:

@@ -14,9 +14,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from orchestrator.forensics.causes import (
+    FRAGMENTATION,
+    HOST,
+    KERNEL_SHARED,
+    LEAK,
+    LIMIT,
+    OTHER_PROCESS,
+    OUTSIDE,
+    TOO_LARGE,
+)
+
 HERE = Path(__file__).parent
 PROJECT = HERE.parents[1]
 LEAST_NAMED_SHARE = 11 / 12
+TENSOR = (TOO_LARGE, LIMIT)
+"""The causes where the answer is a tensor, and the words that name it must stand in the first line."""
 ORCH = [sys.executable, "-c", "from orchestrator.cli.main import main; main()"]
 HOLD = """
 import sys, time, torch
@@ -30,7 +43,7 @@ time.sleep(1000)
 class Plant:
     """One planted failure; ``limit`` is the card's for scripts, experiments name their own.
 
-    It is named when the first answer has one of these ``causes``, and all ``words`` in its text.
+    It is named when the explanation has one of these ``causes``, and all ``words`` in its first line.
     """
 
     file: str
@@ -41,20 +54,20 @@ class Plant:
 
 
 PLANTS = (
-    Plant(file="scores.yaml", causes=["too large"], words=["scores"]),
-    Plant(file="expanded_keys.yaml", causes=["too large"], words=["expanded", "[182, 32, 8032, 128]"]),
-    Plant(file="feed_forward.yaml", causes=["too large"], words=["[32768, 17408]"]),
-    Plant(file="loss_chunk.yaml", causes=["too large"], words=["logits"]),
-    Plant(file="logits.py", causes=["too large"], words=["logits"], limit="12GiB"),
-    Plant(file="optimizer.py", causes=["too large"], words=["optimizer"], limit="7GiB"),
-    Plant(file="gradient.py", causes=["too large"], words=["gradient"], limit="6GiB"),
-    Plant(file="parameters.py", causes=["too large"], words=["parameter"], limit="10GiB"),
-    Plant(file="leak.py", causes=["leak"], limit="8GiB"),
-    Plant(file="fragmentation.py", causes=["fragmentation"], limit="2GiB"),
-    Plant(file="stranger.py", causes=["another process"], held_share=0.85),
-    Plant(file="host_memory.py", causes=["host memory"]),
-    Plant(file="library.py", causes=["outside the allocator"]),
-    Plant(file="shared_memory.py", causes=["shared memory of a kernel"]),
+    Plant(file="scores.yaml", causes=TENSOR, words=["scores"]),
+    Plant(file="expanded_keys.yaml", causes=TENSOR, words=["expanded", "[182, 32, 8032, 128]"]),
+    Plant(file="feed_forward.yaml", causes=TENSOR, words=["[32768, 17408]"]),
+    Plant(file="loss_chunk.yaml", causes=TENSOR, words=["logits"]),
+    Plant(file="logits.py", causes=TENSOR, words=["logits"], limit="12GiB"),
+    Plant(file="optimizer.py", causes=TENSOR, words=["optimizer"], limit="7GiB"),
+    Plant(file="gradient.py", causes=TENSOR, words=["gradient"], limit="6GiB"),
+    Plant(file="parameters.py", causes=TENSOR, words=["parameter"], limit="10GiB"),
+    Plant(file="leak.py", causes=[LEAK], limit="8GiB"),
+    Plant(file="fragmentation.py", causes=[FRAGMENTATION], limit="2GiB"),
+    Plant(file="stranger.py", causes=[OTHER_PROCESS], held_share=0.85),
+    Plant(file="host_memory.py", causes=[HOST]),
+    Plant(file="library.py", causes=[OUTSIDE]),
+    Plant(file="shared_memory.py", causes=[KERNEL_SHARED]),
 )
 
 
@@ -69,9 +82,13 @@ class Answer:
     @property
     def is_named(self) -> bool:
         """Whether the first answer is the planted one."""
-        text = json.dumps([self.explanation.get("headline"), self.explanation.get("tensor")]).lower()
-        right_cause = self.explanation.get("cause") in self.plant.causes
-        return right_cause and all(word in text for word in self.plant.words)
+        cause = (self.explanation.get("cause") or {}).get("name")
+        return cause in self.plant.causes and all(word in self.text.lower() for word in self.plant.words)
+
+    @property
+    def text(self) -> str:
+        """The first line of the explanation, or why there is none."""
+        return str(self.explanation.get("answer"))
 
 
 def try_plant(plant: Plant, home: Path) -> Answer:
@@ -94,7 +111,7 @@ def try_plant(plant: Plant, home: Path) -> Answer:
         check=False,
     )
     if told.returncode:
-        return Answer(plant=plant, verdict=done.stdout[-200:], explanation={"headline": told.stderr[-500:]})
+        return Answer(plant=plant, verdict=done.stdout[-200:], explanation={"answer": told.stderr[-500:]})
     return Answer(plant=plant, verdict=done.stdout[-200:], explanation=json.loads(told.stdout))
 
 
@@ -130,7 +147,7 @@ def main() -> int:
     options.json.write_text(json.dumps([asdict(answer) for answer in answers], indent=2))
     for answer in answers:
         mark = "named " if answer.is_named else "MISSED"
-        print(f"{mark}  {answer.plant.file:22} {answer.explanation.get('headline')}")
+        print(f"{mark}  {answer.plant.file:22} {answer.text}")
     named = sum(answer.is_named for answer in answers)
     print(f"{named} of {len(answers)} named")
     return int(named < LEAST_NAMED_SHARE * len(answers))
