@@ -89,6 +89,16 @@ class Visibility:
             dim=1,
         )
 
+    def masks_nBK(self, blocks: slice, context: slice) -> Tensor:
+        """Return for each of the blocks what `mask_LK` says of it alone, `[n, B, context + B]`."""
+        size = self.blocks.block_size
+        slots = slice(blocks.start * size, blocks.stop * size)
+        context_from_L, context_until_L, slots_from_L, slots_until_L = self._on_device_XT[:, slots]
+        own_n1B = torch.arange(slots.start, slots.stop, device=self.device).view(-1, 1, size)
+        own_nBB = (own_n1B >= slots_from_L.view(-1, size, 1)) & (own_n1B < slots_until_L.view(-1, size, 1))
+        context_nBK = _between(context, context_from_L, context_until_L).view(len(own_nBB), size, -1)
+        return torch.cat([context_nBK, own_nBB], dim=2)
+
     @functools.cached_property
     def _on_device_XT(self) -> Tensor:
         return to_device(self.bounds_XT, self.device)

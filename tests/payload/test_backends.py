@@ -144,6 +144,17 @@ def context_gradient(case: Case, attention: str) -> Tensor:
     return values.grad[: case.row_length]
 
 
+def test_masks_of_blocks_are_those_of_each_block_alone() -> None:
+    case = Case(lengths=(100, 200), padding=7, sliding_window=30, anchors=tuple(range(120, 290, 8)))
+    context = slice(0, case.row_length)
+    for window in (case.sliding_window, None):
+        seen = Visibility(
+            blocks=blocks_of(case), context_length=case.row_length, window=window, device=torch.device("cpu")
+        )
+        alone = [seen.mask_LK(slice(block, block + 1), context) for block in range(3, 9)]
+        assert torch.equal(seen.masks_nBK(slice(3, 9), context), torch.stack(alone))
+
+
 def test_chunk_reads_no_more_of_the_context_than_its_blocks_see() -> None:
     case = Case(lengths=(100, 200), padding=0, sliding_window=30, anchors=tuple(range(120, 290, 8)))
     for window in (case.sliding_window, None):

@@ -96,7 +96,7 @@ class MathAttention:
             queries_LAD.unflatten(0, (count, size)).transpose(1, 2),
             keys_nKGD.transpose(1, 2),
             values_nKGD.transpose(1, 2),
-            self._mask_n1BK(blocks),
+            self._visibility.masks_nBK(blocks, slice(0, self.layout.context_rows))[:, None],
             enable_gqa=True,
         )
         return mixed_nABD.transpose(1, 2).reshape(count * size, -1)
@@ -106,15 +106,6 @@ class MathAttention:
         slots_TGD = part_KGD[context_rows:]
         slots_nBGD = slots_TGD[blocks.start * size : blocks.stop * size].unflatten(0, (count, size))
         return torch.cat([part_KGD[:context_rows].expand(count, -1, -1, -1), slots_nBGD], dim=1)
-
-    def _mask_n1BK(self, blocks: slice) -> Tensor:
-        context = slice(0, self.layout.context_rows)
-        return torch.stack(
-            [
-                self._visibility.mask_LK(slice(block, block + 1), context)
-                for block in range(blocks.start, blocks.stop)
-            ]
-        )[:, None]
 
 
 def _chunks(count: int, step: int) -> list[slice]:
