@@ -1,7 +1,8 @@
 """Who uses a card at this moment, seen from inside a process that uses it too.
 
-The driver counts pids in a namespace of its own, so that in a container a process may not find itself by its
-pid. A driver that hangs holds nobody up: it is asked beside, and after a moment there is no answer.
+The driver counts pids in a namespace of its own: only where a process finds its own among them do they name
+the processes that it sees. A driver that hangs holds nobody up: it is asked beside, and after a moment there
+is no answer.
 """
 
 import os
@@ -26,8 +27,17 @@ def users(uuid: str, own_reserved_bytes: int) -> List[Dict[str, Any]]:
     asking.start()
     asking.join(PATIENCE_S)
     told = found[0][:MOST_PROCESSES] if found else []
-    own = _own(told, own_reserved_bytes)
-    return [{"pid": pid, "name": _name(pid), "used_bytes": used, "is_own": pid == own} for pid, used in told]
+    is_our_namespace = os.getpid() in [pid for pid, _ in told]
+    own = os.getpid() if is_our_namespace else _fitting(told, own_reserved_bytes)
+    return [
+        {
+            "pid": pid,
+            "name": _name(pid) if is_our_namespace else None,
+            "used_bytes": used,
+            "is_own": pid == own,
+        }
+        for pid, used in told
+    ]
 
 
 def _ask(uuid: str, found: List[Users]) -> None:
@@ -47,20 +57,15 @@ def _ask(uuid: str, found: List[Users]) -> None:
         pass
 
 
-def _own(told: Users, reserved_bytes: int) -> Optional[int]:
-    """Returns this process's pid as the driver counts: its own, or that of the only one whose size fits."""
-    if os.getpid() in [pid for pid, _ in told]:
-        return os.getpid()
-    fitting = [
-        pid
-        for pid, used in told
-        if used is not None and reserved_bytes <= used <= reserved_bytes + _MOST_CONTEXT_BYTES
-    ]
+def _fitting(told: Users, reserved_bytes: int) -> Optional[int]:
+    """Returns the pid of the only process that has what this one's allocator holds, and a context."""
+    most = reserved_bytes + _MOST_CONTEXT_BYTES
+    fitting = [pid for pid, used in told if used is not None and reserved_bytes <= used <= most]
     return fitting[0] if len(fitting) == 1 else None
 
 
 def _name(pid: int) -> Optional[str]:
-    """Returns what the kernel calls a process; None for one that is not in this namespace."""
+    """Returns what the kernel calls a process; None for one that has gone."""
     try:
         with open("/proc/%d/comm" % pid, encoding="utf-8", errors="replace") as file:
             return file.read().strip()

@@ -1,12 +1,15 @@
 """The driver's library: read through a compiled stand-in that has cards which one cannot have here."""
 
+import json
 import os
 import subprocess
 import sys
+import threading
 import unittest
 from typing import Any, Dict, List
+from unittest import mock
 
-from orchestrator.supervisor import processes
+from orchestrator.supervisor import card_users, processes
 from orchestrator.supervisor.sampling import Strangers
 from tests.supervisor.host import HostCase, of_kind
 
@@ -79,6 +82,19 @@ class LibraryTest(HostCase):
             for part in parts:
                 self.assertIn(part, row)
 
+    def test_users_of_a_card_are_told_in_its_process_and_own_pid_by_its_size(self) -> None:
+        code = (
+            "import json; from orchestrator.supervisor import card_users as c; "
+            "print(json.dumps([c.users(uuid, 2**29) for uuid in ('GPU-1', 'MIG-1', 'GPU-none')]))"
+        )
+        argv = [sys.executable, "-c", code]
+        done = subprocess.run(argv, env=self.env, check=True, stdout=subprocess.PIPE)
+        users = [
+            {"pid": 77, "name": None, "used_bytes": 2**30, "is_own": True},
+            {"pid": 78, "name": None, "used_bytes": None, "is_own": False},
+        ]
+        self.assertEqual(json.loads(done.stdout), [users, users, []])
+
     def test_a_run_is_sampled_and_a_lost_card_refused(self) -> None:
         records = self.records(self.start("import time; time.sleep(0.3)", devices=["0"], host_env=self.env))
         samples: List[Dict[str, Any]] = of_kind(records, "gpus")
@@ -96,6 +112,34 @@ class LibraryTest(HostCase):
         )
         refused = self.records(self.start("", devices=["2"], host_env=self.env))
         self.assertIn("card 2 does not answer: GPU is lost", of_kind(refused, "end")[0]["reason"])
+
+
+class UsersTest(unittest.TestCase):
+    def users(self, *told: "tuple[int, int]") -> List[Dict[str, Any]]:
+        def ask(uuid: str, found: List[Any]) -> None:
+            found.append(list(told))
+
+        with mock.patch.object(card_users, "_ask", ask):
+            return card_users.users("GPU-1", 2**30)
+
+    def test_names_are_told_where_the_driver_counts_as_we_do(self) -> None:
+        mine, other = self.users((os.getpid(), 5), (os.getppid(), 2**30))
+        with open("/proc/%d/comm" % os.getppid(), encoding="utf-8") as file:
+            self.assertEqual((other["name"], other["is_own"]), (file.read().strip(), False))
+        self.assertTrue(mine["is_own"])
+
+    def test_of_two_whose_size_fits_neither_is_ours(self) -> None:
+        self.assertEqual([user["is_own"] for user in self.users((1, 2**30), (2, 2**31))], [False, False])
+
+    def test_a_driver_that_hangs_holds_nobody_up(self) -> None:
+        answer = threading.Event()
+        self.addCleanup(answer.set)
+
+        def ask(*_: Any) -> None:
+            answer.wait()
+
+        with mock.patch.object(card_users, "PATIENCE_S", 0.01), mock.patch.object(card_users, "_ask", ask):
+            self.assertEqual(card_users.users("GPU-1", 0), [])
 
 
 class StrangersTest(unittest.TestCase):
