@@ -46,6 +46,12 @@ MOST_PARAMS_BYTES = 1024 * 1024
     help="The experiment that it belongs to: its payload, and its parameters where --params lacks them.",
 )
 @click.option("--profile", metavar="P", help="One of the experiment's profiles.")
+@click.option(
+    "--snapshot",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="What a snapshot of torch's allocator holds; nothing in it is run.",
+)
 @click.option("--no-estimate", is_flag=True, help="Do not ask the payload what would fit: quicker.")
 @inventory_option
 @json_option
@@ -55,6 +61,7 @@ def explain(
     params: Path | None,
     experiment: Path | None,
     profile: str | None,
+    snapshot: Path | None,
     no_estimate: bool,
     inventory: Path | None,
     as_json: bool,
@@ -66,7 +73,9 @@ def explain(
 
     Exit code 0 when there is something to explain, 1 when nothing says that memory was out.
     """
-    _check(run, message, {"--params": params, "--experiment": experiment, "--profile": profile})
+    _check(run, message, snapshot, {"--params": params, "--experiment": experiment, "--profile": profile})
+    if snapshot is not None:
+        return _sum_up(snapshot, as_json=as_json)
     with open_workspace(inventory) as workspace:
         screen, run_id = Screen(lines_to_stderr=as_json), None
         if message is not None:
@@ -84,6 +93,15 @@ def explain(
         elif found.explanation is not None:
             print("".join(f"{line}\n" for line in remedy_lines(found.explanation)), end="")
         return 0 if found.explanation is not None else 1
+
+
+def _sum_up(snapshot: Path, *, as_json: bool) -> int:
+    from orchestrator.forensics.snapshot import read_snapshot, summarise  # noqa: PLC0415  (few ask for one)
+    from orchestrator.snapshot_view import snapshot_json, snapshot_lines  # noqa: PLC0415
+
+    cards = summarise(read_snapshot(snapshot))
+    print(json.dumps(snapshot_json(cards), indent=2) if as_json else "\n".join(snapshot_lines(cards)))
+    return 0 if cards else 1
 
 
 def _lines(found: Explained, run_id: str | None) -> list[str]:
@@ -128,11 +146,15 @@ def explain_shortly(
     return True
 
 
-def _check(run: str | None, message: str | None, of_message: Mapping[str, object]) -> None:
-    if (run is None) == (message is None):
-        raise click.UsageError("name a run (or `last`), or a message with --message FILE")
+def _check(
+    run: str | None, message: str | None, snapshot: Path | None, of_message: Mapping[str, object]
+) -> None:
+    if [run, message, snapshot].count(None) != 2:
+        raise click.UsageError(
+            "name a run (or `last`), or a message with --message FILE, or a snapshot with --snapshot FILE"
+        )
     given = [option for option, value in of_message.items() if value is not None]
-    if run is not None and given:
+    if message is None and given:
         raise click.UsageError(f"{given[0]} goes with --message: a run has its own")
     if of_message["--profile"] is not None and of_message["--experiment"] is None:
         raise click.UsageError("--profile needs --experiment")

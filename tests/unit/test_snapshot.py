@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orchestrator.cli.explain import explain
 from orchestrator.errors import OrchError, StorageError
 from orchestrator.forensics import plain_pickle
 from orchestrator.forensics.plain_pickle import PickleRefused
@@ -167,6 +168,31 @@ def test_snapshot_that_the_payloads_process_keeps_is_summed_up_here(tmp_path: Pa
     assert (card.now.allocated_bytes, card.now.by_category) == (4 * MIB, {"optimizer_state": 4 * MIB})
     assert card.peak.by_category == {"scores": 300 * MIB, "optimizer_state": 4 * MIB}
     assert card.peak.largest[0].where == "attention.py:61 scores"
+
+
+def test_explain_shows_what_a_snapshot_holds_without_running_anything_in_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / MemoryFiles(str(tmp_path), "main").write_snapshot(1, snapshot(), float("inf"))
+    assert explain.main(["--snapshot", str(file)], standalone_mode=False) == 0
+    first, taken, *_, peak, largest, _ = capsys.readouterr().out.splitlines()
+    assert first == "cuda:1       0.30 GiB reserved, 0.29 GiB free in one piece"
+    assert taken == "when taken   0.00 GiB allocated: optimizer_state 0.00 GiB"
+    assert peak == "at the peak  0.30 GiB allocated: scores 0.29 GiB, optimizer_state 0.00 GiB"
+    assert largest.split() == ["300.0", "MiB", "scores", "at", "attention.py:61", "scores", "(forward)"]
+
+
+def test_what_a_snapshot_says_cannot_act_on_a_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    taken = snapshot()
+    for segment in taken["segments"]:
+        for block in segment["blocks"]:
+            block["frames"] = [{"filename": "/x/\x1b[2Ja.py", "line": 1, "name": "f\x07"}]
+    file = tmp_path / "hostile.pickle"
+    file.write_bytes(pickle.dumps(taken))
+    assert explain.main(["--snapshot", str(file)], standalone_mode=False) == 0
+    assert not {"\x1b", "\x07"} & set(capsys.readouterr().out)
 
 
 def test_older_form_is_summed_up_too(tmp_path: Path) -> None:
