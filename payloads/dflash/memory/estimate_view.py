@@ -158,21 +158,21 @@ def _lines(estimate: Estimate) -> Iterator[str]:
 
 def _verdict_line(estimate: Estimate) -> str:
     found, card = estimate.report, estimate.target.card
-    needed = f"{_gib(found.peak_reserved_bytes)} GiB reserved at most"
+    needed = f"at most {_gib(found.peak_reserved_bytes)} GiB reserved"
     if estimate.capacity_bytes is None:
-        return f"no card: {needed}; name one with --card"
+        return f"no card: {needed}; name one with --card for a verdict"
     where = "that the memory limit leaves" if card is None else f"that {card.name} leaves"
     room = f"of {_gib(estimate.capacity_bytes)} GiB {where} to the allocator"
     failure = found.failure
     if failure is None:
-        return f"{found.verdict}: {needed} {room}"
+        return f"{found.verdict}: {needed}, {room}"
     block = failure.block
     named = f" ({block.name})" if block.name else ""
     tensor = f"{block.category}{named} {list(block.shape)} {block.dtype}"
     return (
         f"{found.verdict}: {failure.phase} asks {_gib(failure.error.segment_bytes)} GiB for {tensor} "
         f"at {block.where or 'an unknown place'}, "
-        f"with {_gib(failure.error.usage.reserved_bytes)} GiB reserved {room}"
+        f"with {_gib(failure.error.usage.reserved_bytes)} GiB reserved, {room}"
     )
 
 
