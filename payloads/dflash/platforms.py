@@ -9,13 +9,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
 from dflash.cards import Card
+
+if TYPE_CHECKING:  # it loads much that who computes a loss does not need
+    from torch.nn.attention.flex_attention import BlockMask
 
 SIMULATED = torch.device("cpu", 0)
 
@@ -39,7 +41,7 @@ class Simulation(Protocol):
     ) -> Tensor:
         """Return scaled_dot_product_attention's result, by the kernel that torch takes on the card."""
 
-    def attend_flex(self, queries: Tensor, keys: Tensor, values: Tensor, mask: BlockMask) -> Tensor:
+    def attend_flex(self, queries: Tensor, keys: Tensor, values: Tensor, mask: "BlockMask") -> Tensor:
         """Return flex attention's result, compiled or not, as the code around it is."""
 
     def begin_phase(self, name: str) -> None:

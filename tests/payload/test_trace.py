@@ -5,6 +5,7 @@ The figures are those of docs/performance.md and docs/oom-probe.md: torch 2.11, 
 
 import contextlib
 import dataclasses
+import math
 import resource
 import weakref
 from collections.abc import Callable, Iterator
@@ -226,9 +227,10 @@ def test_nothing_of_a_step_is_left_but_workspaces() -> None:
 @pytest.mark.parametrize("recompute", ["none", "mlp", "layer"])
 @pytest.mark.parametrize("is_compiled", [True, False], ids=["compiled", "uncompiled"])
 @pytest.mark.parametrize("attention", backends.BACKENDS)
-def test_every_way_to_compute_runs(attention: str, is_compiled: bool, recompute: str) -> None:
-    small = SMALL | {"attention": attention, "compile": is_compiled, "recompute": recompute}
-    log = steps((40, 60), **small)
+def test_every_way_to_compute_a_packed_row_runs(attention: str, is_compiled: bool, recompute: str) -> None:
+    # One layer: what it is made of is the same in all of them.
+    small = SMALL | {"num_draft_layers": 1, "attention": attention, "compile": is_compiled}
+    log = steps((40, 60), **small, recompute=recompute)
     kernels = "compiled kernels" if is_compiled else "nothing compiled"
     assert log.execution is not None
     assert log.execution.startswith(attention)
@@ -236,6 +238,7 @@ def test_every_way_to_compute_runs(attention: str, is_compiled: bool, recompute:
     makes_scores = attention in {"eager", "sdpa_math"} or (attention == "flex" and not is_compiled)
     assert bool(by_category(log, "scores")) == makes_scores
     assert {block.shape[-1] for block in by_category(log, "logits")} == {1000}
+    assert bool(by_category(log, "workspace")) == (attention == "sdpa_chunked")
 
 
 def test_other_probes_run_too() -> None:
@@ -268,6 +271,26 @@ def test_an_optimizer_s_states_and_phase_are_known() -> None:
     assert sum(block.bytes for block in moments) == 2 * sum(block.bytes for block in gradients)
     assert {block.phase for block in moments} == {"optimizer"}
     assert "exp_avg of layers.0.mlp.gate_proj.weight" in {block.name for block in moments}
+
+
+def test_steps_that_cuda_takes_one_by_one_are_seen() -> None:
+    def work() -> None:
+        rows = torch.empty(8, 100, device=SIMULATED)
+        rows.logsumexp(dim=-1)
+
+    # The input, each row's largest, the input less that, and the sums.
+    assert [block.bytes for block in silent(work).blocks] == [3200, 32, 3200, 32]
+
+
+def test_the_math_path_expands_keys_and_values_in_float32() -> None:
+    small = SMALL | {"num_draft_layers": 1, "attention": "sdpa_math", "chunk_blocks": 4}
+    made = [block for block in by_category(steps((60,), **small), "scores") if block.phase == "forward"]
+    # 4 blocks of 32 slots, 4 heads over 60 + 32 keys, head_dim 16.
+    expanded = [block for block in made if math.prod(block.shape) == 4 * 4 * 92 * 16 and 16 in block.shape]
+    matrices = [block for block in made if block.shape[-2:] == (32, 92)]
+    # Keys, keys scaled, values; and the second result, which nobody keeps, is rounded back.
+    assert [block.dtype for block in expanded][:3] == ["float32"] * 3
+    assert {block.dtype for block in matrices} == {"float32", "bfloat16", "bool"}
 
 
 # -- the card decides
