@@ -1,6 +1,6 @@
 """How near the payload's predicted peaks of memory are to what a card measures, and whether verdicts hold.
 
-``PYTHONPATH=payloads python -m benchmarks.predictions [--only NAME]… [--json FILE]``, on a machine with a
+``PYTHONPATH=payloads:. python -m benchmarks.predictions [--only NAME]… [--json FILE]``, on a machine with a
 card on which nothing else runs. Each case is predicted in a process that sees no card, then run in one of its
 own under the instrument, as ``orch run`` does it; peaks are the allocator's, of each phase. Cases run side by
 side as far as the predictions say that they fit together, which changes times and no peak. The verdicts are
