@@ -177,7 +177,7 @@ def _math(row: Row, of_chunk: Term) -> Iterator[Shape]:
         dims=(blocks, slots, keys),
         applies=is_math,
         when=when,
-        born=f"{MATH}._mask_n1BK",
+        born="dflash.visibility.Visibility.masks_nBK",
     )
     for dtype, applies in ((parameters.exact, is_math), (parameters.dtype, is_math and parameters.is_narrow)):
         yield in_math(
