@@ -45,6 +45,7 @@ CATEGORIES = (
 )
 """Who holds memory, in the order in which it is shown."""
 
+MOST_S = 86400.0
 Bytes = Annotated[int, Range(least=0, most=2**63 - 1)]
 _Size = Annotated[int, Range(least=0, most=2**63 - 1)]
 _Format = Annotated[int, Range(least=1, most=1)]
@@ -121,7 +122,7 @@ class Estimate(_Answer):
     """What a run is predicted to hold; the peaks are the largest over its phases.
 
     ``capacity_bytes`` is what the allocator may take of the card, ``outside_bytes`` what is held beside it.
-    ``error_share`` is how far the prediction may be off. ``failure`` is there where memory runs out.
+    ``error_share``, at least 0 and less than 1, is how far the prediction may be off. ``failure`` is there where memory runs out.
     """
 
     format: _Format
@@ -153,18 +154,15 @@ def read_estimate(text: bytes) -> Estimate:
     Raises:
         Malformed: it is something else.
     """
-    checked = Estimate.check(_parsed(text))
-    if isinstance(checked, list):
-        first = checked[0]
-        where = ".".join(map(str, first.keys)) or "the whole"
-        raise Malformed(printable(f"{where}: {first.message}"))
-    return checked
+    return _estimate(_parsed(text))
 
 
 def estimate_of(value: object) -> Estimate | None:
     """Returns an estimate that was kept as `as_json` returned it; None where it is none."""
-    checked = Estimate.check(value)
-    return None if isinstance(checked, list) else checked
+    try:
+        return _estimate(value)
+    except Malformed:
+        return None
 
 
 def as_json(model: StrictModel) -> dict[str, Any]:
@@ -185,6 +183,26 @@ def read_shapes(text: bytes, count: int) -> dict[str, Any]:
     if len(value["sets"]) != count:
         raise Malformed(f"sets: there are {len(value['sets'])} for {count} files of parameters")
     return value
+
+
+def _estimate(value: object) -> Estimate:
+    checked = Estimate.check(value)
+    if isinstance(checked, list):
+        first = checked[0]
+        where = ".".join(map(str, first.keys)) or "the whole"
+        raise Malformed(printable(f"{where}: {first.message}"))
+    _refuse_outside(checked)
+    return checked
+
+
+def _refuse_outside(estimate: Estimate) -> None:
+    """Refuses what a type alone lets through; no comparison holds for a number that is none."""
+    if not 0 <= estimate.error_share < 1:
+        raise Malformed("error_share: must be at least 0 and less than 1")
+    if not 0 <= estimate.seconds <= MOST_S:
+        raise Malformed(f"seconds: must be between 0 and {MOST_S:g}")
+    if estimate.card is not None and len(estimate.card.capability) != 2:
+        raise Malformed("card.capability: must be two numbers")
 
 
 def _parsed(text: bytes) -> Any:

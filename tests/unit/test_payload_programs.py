@@ -19,7 +19,7 @@ from orchestrator import payload_programs, program_folder
 from orchestrator.apart import Stopped
 from orchestrator.bundle import Bundle, build_bundle, empty_bundle
 from orchestrator.errors import NeedsTorch, ProgramFailed, UsageError
-from orchestrator.payload_answers import Malformed, read_estimate, read_shapes
+from orchestrator.payload_answers import Malformed, estimate_of, read_estimate, read_shapes
 from orchestrator.payload_programs import ESTIMATE, SHAPES, Question, has_program
 from orchestrator.workspace import Workspace
 from tests.estimates import GIB, add_programs
@@ -297,16 +297,32 @@ class TestShapes:
         (("phases", 0, "largest", 0, "shape"), [1, -1]),
         (("card",), []),
         (("notes", 0), None),
+        (("error_share",), -5.0),
+        (("error_share",), 1),
+        (("seconds",), -0.1),
+        (("seconds",), 1e300),
+        (("seconds",), 10**400),
+        (("card", "capability"), [9]),
+        (("card", "capability"), [9, 0, 0]),
+        (("card", "total_bytes"), -1),
     ],
 )
 def test_an_answer_of_another_form_is_named_by_its_place(keys: tuple[Any, ...], value: Any) -> None:
     answer = json.loads(_answer())
+    answer["card"] = {"name": "NVIDIA H200", "total_bytes": 2**37, "capability": [9, 0]}
+    assert estimate_of(answer) is not None
     place = answer
     for key in keys[:-1]:
         place = place[key]
     place[keys[-1]] = value
     with pytest.raises(Malformed, match=r"\.".join(map(str, keys))):
         read_estimate(json.dumps(answer).encode())
+    assert estimate_of(answer) is None
+
+
+@pytest.mark.parametrize("name", ["seconds", "error_share"])
+def test_a_number_that_is_none_is_no_estimates(name: str) -> None:
+    assert estimate_of({**json.loads(_answer()), name: float("nan")}) is None
 
 
 @pytest.mark.parametrize("text", [b"", b"[" * 100_000, b"\xff\xfe", b'{"a": 1e999}', b"{} {}"])
