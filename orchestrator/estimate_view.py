@@ -47,12 +47,15 @@ def estimate_line(estimate: Estimate, card_name: str | None = None, limit_bytes:
 
 def failure_text(failure: Failure) -> str:
     """Returns which allocation the card would refuse."""
-    tensor = " ".join(filter(None, (failure.name, _shape(failure.shape), failure.dtype)))
+    named = _named(failure.category, failure.name) or "a tensor"
+    tensor = " ".join(filter(None, (named, _shape(failure.shape), failure.dtype)))
     place = "".join(
         f" {word} {name}" for word, name in (("at", failure.where), ("in", failure.module)) if name
     )
-    held = f"with {gib(failure.allocated_bytes)} allocated"
-    return f"{tensor or 'a tensor'} of {gib(failure.bytes)}{place}, in phase {failure.phase}, {held}"
+    held = f"with {gib(failure.allocated_bytes)} allocated of {gib(failure.reserved_bytes)} reserved"
+    free = failure.largest_free_bytes
+    piece = "" if free is None else f", the largest free piece {gib(free)}"
+    return f"{tensor} of {gib(failure.bytes)}{place}, in phase {failure.phase}, {held}{piece}"
 
 
 def provenance_text(estimates: Iterable[Estimate]) -> str:
@@ -66,11 +69,11 @@ def provenance_text(estimates: Iterable[Estimate]) -> str:
 
 
 def phases_table(estimate: Estimate) -> Table:
-    """Returns the peaks of each phase."""
-    table = _table("PHASE", ">ALLOCATED", ">RESERVED")
+    """Returns the peaks of each phase, and whether it fits."""
+    table = _table("PHASE", ">ALLOCATED", ">RESERVED", "VERDICT")
     for phase in estimate.phases[:MOST_PHASES]:
-        peaks = (phase.peak_allocated_bytes, phase.peak_reserved_bytes)
-        table.add_row(plain(phase.name), *(plain(gib(peak)) for peak in peaks))
+        peaks = (gib(phase.peak_allocated_bytes), gib(phase.peak_reserved_bytes))
+        table.add_row(*map(plain, (phase.name, *peaks, phase.verdict or "-")))
     return table
 
 
@@ -188,8 +191,13 @@ def _largest(estimate: Estimate) -> list[Tensor]:
 
 
 def _tensor(tensor: Tensor) -> str:
-    words = (tensor.name or tensor.category, gib(tensor.bytes), _shape(tensor.shape), tensor.dtype)
-    return " ".join(filter(None, words))
+    named = _named(tensor.category, tensor.name)
+    return " ".join(filter(None, (named, gib(tensor.bytes), _shape(tensor.shape), tensor.dtype)))
+
+
+def _named(category: str | None, name: str | None) -> str | None:
+    """Returns what a tensor is and what it is called: ``scores (bmm)``."""
+    return f"{category} ({name})" if category and name else category or name
 
 
 def _shape(shape: Sequence[int] | None) -> str:

@@ -83,9 +83,12 @@ class Tensor(_Answer):
 
 
 class Failure(_Answer):
-    """The allocation that the card would refuse."""
+    """The allocation that the card would refuse, and what torch held then: ``largest_free_bytes`` is the
+    largest piece that it kept free.
+    """
 
     phase: str
+    category: str | None = None
     name: str | None = None
     bytes: Bytes
     segment_bytes: Bytes | None = None
@@ -95,16 +98,18 @@ class Failure(_Answer):
     where: str | None = None
     allocated_bytes: Bytes
     reserved_bytes: Bytes
+    largest_free_bytes: Bytes | None = None
 
 
 class Phase(_Answer):
-    """A part of the run: its peak, who holds memory then, and its largest tensors."""
+    """A part of the run: its peak, who holds memory then, its largest tensors, and whether it fits."""
 
     name: str
     peak_allocated_bytes: Bytes
     peak_reserved_bytes: Bytes
     by_category: dict[str, Bytes]
     largest: list[Tensor]
+    verdict: Verdict | None = None
 
 
 class Alternative(_Answer):

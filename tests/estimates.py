@@ -70,19 +70,20 @@ elif peak * 1.05 <= capacity:
     verdict = "fits"
 else:
     verdict = "does not fit" if peak * 0.95 > capacity else "within the error"
-place = {"name": "attention scores", "module": "layers.0", "where": "eager.py:12 attend",
+place = {"category": "scores", "name": "bmm", "module": "layers.0", "where": "eager.py:12 attend",
          "shape": [32, 8192, peak // 2 // 32 // 8192], "dtype": "float32"}
-tensor = {"bytes": peak // 2, "category": "scores", "phase": "forward", **place}
+tensor = {"bytes": peak // 2, "phase": "forward", **place}
 def owners(size):
     quarter = size // 4
     return {"parameter": quarter, "scores": size // 2, "activation": size - quarter - size // 2}
 phases = [{"name": name, "peak_allocated_bytes": size, "peak_reserved_bytes": size + GIB,
-           "by_category": owners(size), "largest": [tensor]}
+           "by_category": owners(size), "largest": [tensor], "verdict": verdict}
           for name, size in (("warmup", peak // 2), ("timed", peak))]
 failure = None
 if verdict == "does not fit":
     failure = {"phase": "timed", "bytes": peak // 2, "segment_bytes": peak // 2, **place,
-               "allocated_bytes": peak // 2, "reserved_bytes": peak // 2}
+               "allocated_bytes": peak // 2, "reserved_bytes": peak // 2,
+               "largest_free_bytes": GIB}
 answer = {"format": 1, "entry": asked.entry, "torch": "2.13.0+cpu", "seconds": 0.01, "card": card,
           "capacity_bytes": capacity, "outside_bytes": GIB, "error_share": 0.05,
           "peak_allocated_bytes": peak, "peak_reserved_bytes": peak + GIB, "verdict": verdict,

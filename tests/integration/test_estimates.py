@@ -40,6 +40,9 @@ def test_one_case_is_told_whole_and_its_exit_code_says_whether_it_fits(estimatin
     text = "\n".join(rest)
     for part in ("PHASE", "CATEGORY (in timed)", "LARGEST", "recompute=mlp", "torch 2.13.0+cpu", "a note"):
         assert part in text
+    phases = [line.split() for line in rest[1:4]]
+    assert phases[0] == ["PHASE", "ALLOCATED", "RESERVED", "VERDICT"]
+    assert [phase[-1] for phase in phases[1:]] == ["fits", "fits"]
     too_large = estimating.orch(*asked, "--set", "size_gib=120", "--json")
     assert too_large.code == 1
     (case,) = too_large.json["cases"]

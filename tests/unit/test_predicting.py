@@ -102,8 +102,9 @@ class TestWhatIsSaid:
         line, warning = _told(workspace, (plan,), capsys)
         assert line.endswith("of 90.00 GiB (NVIDIA H200, a memory limit), within 5 %: does not fit")
         assert warning.startswith(
-            "WARNING, it will not fit: attention scores [32, 8192, 204800] float32 of 50.00 GiB at "
-            "eager.py:12 attend in layers.0, in phase timed, with 50.00 GiB allocated; started all the same."
+            "WARNING, it will not fit: scores (bmm) [32, 8192, 204800] float32 of 50.00 GiB at eager.py:12 attend "
+            "in layers.0, in phase timed, with 50.00 GiB allocated of 50.00 GiB reserved, the largest free "
+            "piece 1.00 GiB; started all the same."
         )
         assert warning.endswith("Next: `orch estimate --host here --alternatives` of its experiment, trial")
 
@@ -116,7 +117,7 @@ class TestWhatIsSaid:
         assert first.startswith("size_gib=1 on here: 1.00 GiB allocated")
         assert second.endswith("does not fit")
         assert more == "1 more case: orch estimate shows them"
-        assert warning.startswith("WARNING, 1 of 3 cases will not fit: attention scores")
+        assert warning.startswith("WARNING, 1 of 3 cases will not fit: scores (bmm)")
 
     def test_without_a_known_card_there_is_no_verdict(
         self, project: Project, workspace: Workspace, capsys: pytest.CaptureFixture[str]
