@@ -127,7 +127,8 @@ class Estimate(_Answer):
     """What a run is predicted to hold; the peaks are the largest over its phases.
 
     ``capacity_bytes`` is what the allocator may take of the card, ``outside_bytes`` what is held beside it.
-    ``error_share``, at least 0 and less than 1, is how far the prediction may be off. ``failure`` is there where memory runs out.
+    ``error_share``, at least 0 and less than 1, is how far the prediction may be off. ``failure`` is there
+    where memory runs out.
     """
 
     format: _Format

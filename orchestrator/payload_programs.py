@@ -142,7 +142,8 @@ def keep_on(workspace: Workspace, bundle: Bundle, question: Question, host: Host
     Raises:
         ProgramFailed: it has another form.
     """
-    found = _checked(f"{host.name}: {question.entry}", lambda: read_estimate(answer))
+    program = f"{_package(question.entry)}.{ESTIMATE}"
+    found = _checked(program, lambda: read_estimate(answer), f"{host.name}: ")
     with ProgramFolder.open(workspace.home, bundle, workspace.store) as folder:
         folder.keep(answer_key(question, _about_host(host)), answer)
     return found
@@ -198,11 +199,12 @@ def _kept(folder: ProgramFolder, key: str, most_s: float | None = None) -> Estim
         return None  # it is asked again
 
 
-def _checked(program: str, read: Callable[[], _Answer]) -> _Answer:
+def _checked(program: str, read: Callable[[], _Answer], where: str = "") -> _Answer:
     try:
         return read()
     except Malformed as error:
-        raise ProgramFailed(f"{program}: its answer has not the form that orch knows: {error}") from None
+        said = f"{where}{program}: its answer is not in the form that orch knows: {error}"
+        raise ProgramFailed(f"{said}; {_by_hand(program)}") from None
 
 
 def _interpreter(workspace: Workspace) -> str:
@@ -257,15 +259,18 @@ class _Run:
                 file.touch(0o600)
                 file.write_text(json.dumps(each), encoding="utf-8")
                 argv += ["--params", str(file)]
-            code, out, told = execute(
-                argv,
-                name=self._program,
-                cwd=self._folder.code,
-                env=bare_environment(scratch),
-                limit_s=self._limit_s,
-                most_bytes=MOST_ANSWER_BYTES,
-                stopping=self._stopping,
-            )
+            try:
+                code, out, told = execute(
+                    argv,
+                    name=self._program,
+                    cwd=self._folder.code,
+                    env=bare_environment(scratch),
+                    limit_s=self._limit_s,
+                    most_bytes=MOST_ANSWER_BYTES,
+                    stopping=self._stopping,
+                )
+            except ProgramFailed as error:
+                raise ProgramFailed(f"{error}; {_by_hand(self._program)}") from error
         if code != 0:
             raise self._failure(code, told)
         return out
@@ -280,7 +285,12 @@ class _Run:
             why = f"{python} has no torch" if lacks_torch else f"{said} ({python})"
             return NeedsTorch(f"{why}: {NEXT}")
         ended = f"signal {-code}" if code < 0 else f"exit code {code}"
-        return ProgramFailed(f"{said} ({ended})")
+        return ProgramFailed(f"{said} ({ended}); {_by_hand(self._program)}")
+
+
+def _by_hand(program: str) -> str:
+    """Returns what shows more of a failure than its last line."""
+    return f"run it by hand: python -m {program} … in payloads/"
 
 
 def _last_line(told: bytes, program: str = "") -> str:

@@ -107,9 +107,10 @@ def _estimated(
     """Returns each case with what came of it; equal ones are estimated once."""
     bundle = starting.bundle_of(workspace, experiment)
     if not has_program(bundle, experiment.module, ESTIMATE):
+        program = f"{experiment.payload}/{ESTIMATE}.py"
         raise UsageError(
-            f"{experiment.name}: its payload ships no {experiment.payload}/{ESTIMATE}.py, which would tell; "
-            "see docs/decisions/0017"
+            f"{experiment.name}: its payload ships no {program}, which would tell; ship one that answers "
+            f"`python -m {experiment.payload}.{ESTIMATE} --entry MODULE --params FILE --json`"
         )
     questions = {}
     cases = []

@@ -122,7 +122,7 @@ class Predictor:
             yield f"WARNING, {which} will not fit{what}; started all the same. Next: {advice}"
         problems = dict.fromkeys(str(forecast.error) for _, forecast in found if forecast and forecast.error)
         for problem in [*problems][:MOST_LINES]:
-            yield f"not made: {problem}; the run goes on"
+            yield f"not made: {problem}; the run goes on, and --no-estimate asks nothing"
         late = sum(forecast is None for _, forecast in found)
         if late:
             which = "it" if len(found) == 1 else f"{late} of {len(found)} cases"

@@ -73,6 +73,7 @@ def test_what_is_asked_amiss_is_refused_before_anything_runs(estimating: Project
     none = estimating.orch("estimate", path)
     assert none.code == 2
     assert "its payload ships no probe/estimate.py" in none.err
+    assert "ship one that answers `python -m probe.estimate" in none.err
 
 
 def test_a_host_estimates_by_a_run_of_its_own_and_once(estimating: Project) -> None:

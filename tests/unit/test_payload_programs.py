@@ -212,12 +212,14 @@ class TestFailures:
             payload_programs.estimate(workspace, bundle, _question(params={"fault": fault}))
         assert said in str(failed.value)
         assert str(failed.value).isprintable()
+        if kind is ProgramFailed:
+            assert str(failed.value).endswith("; run it by hand: python -m probe.estimate … in payloads/")
 
     def test_a_program_that_takes_too_long_is_killed(
         self, workspace: Workspace, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(payload_programs, "ESTIMATE_LIMIT_S", 0.3)
-        with pytest.raises(ProgramFailed, match=r"probe\.estimate: no answer within 0\.3 s"):
+        with pytest.raises(ProgramFailed, match=r"probe\.estimate: no answer within 0\.3 s; run it by hand"):
             payload_programs.estimate(workspace, bundle, _question(params={"fault": "slow"}))
         assert not _children()
 

@@ -102,9 +102,9 @@ class TestWhatIsSaid:
         line, warning = _told(workspace, (plan,), capsys)
         assert line.endswith("of 90.00 GiB (NVIDIA H200, a memory limit), within 5 %: does not fit")
         assert warning.startswith(
-            "WARNING, it will not fit: scores (bmm) [32, 8192, 204800] float32 of 50.00 GiB at eager.py:12 attend "
-            "in layers.0, in phase timed, with 50.00 GiB allocated of 50.00 GiB reserved, the largest free "
-            "piece 1.00 GiB; started all the same."
+            "WARNING, it will not fit: scores (bmm) [32, 8192, 204800] float32 of 50.00 GiB at "
+            "eager.py:12 attend in layers.0, in phase timed, with 50.00 GiB allocated of 50.00 GiB reserved, "
+            "the largest free piece 1.00 GiB; started all the same."
         )
         assert warning.endswith("Next: `orch estimate --host here --alternatives` of its experiment, trial")
 
@@ -151,6 +151,7 @@ class TestWhatIsNotMade:
         ("fault", "said"),
         [
             ("crash", "not made: probe.estimate: RuntimeError: a \\x1b[31mred"),
+            ("crash", "in payloads/; the run goes on, and --no-estimate asks nothing"),
             ("refused", "not made: probe.estimate: seq_len is -1"),
             ("old torch", "orch estimate --on-host NAME; the run goes on"),
         ],
