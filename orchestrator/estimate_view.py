@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.payload_answers import Alternative, Estimate, Failure, Tensor, as_json
+from orchestrator.payload_answers import NO_CARD, UNSURE, Alternative, Estimate, Failure, Tensor, as_json
 from orchestrator.predicted import Comparison
 from orchestrator.predicting import Forecast, Prediction
 from orchestrator.text import gib, size_text
@@ -39,9 +39,9 @@ def estimate_line(estimate: Estimate, card_name: str | None = None, limit_bytes:
         return "nothing to estimate"
     error = f"within {estimate.error_share * 100:g} %"
     sizes = f"{gib(estimate.peak_allocated_bytes)} allocated, {gib(estimate.peak_reserved_bytes)} reserved"
-    if estimate.verdict == "no card" or estimate.capacity_bytes is None:
+    if estimate.verdict == NO_CARD or estimate.capacity_bytes is None:
         return f"{sizes}, {error}; no verdict, since no card is known"
-    verdict = "it may fit or not" if estimate.verdict == "within the error" else estimate.verdict
+    verdict = "it may fit or not" if estimate.verdict == UNSURE else estimate.verdict
     return f"{sizes} of {_room(estimate, card_name, limit_bytes)}, {error}: {verdict}"
 
 

@@ -230,8 +230,8 @@ def _ask(
     if not asked:
         return ()
     labels, params = [label for label, _ in asked], [given for _, given in asked]
-    answer = payload_programs.shapes(workspace, bundle, module, params)
-    return read_shape_sets(answer, labels=labels, params=params)
+    sets = payload_programs.shapes(workspace, bundle, module, params)
+    return read_shape_sets(sets, labels=labels, params=params)
 
 
 # What would fit

@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Final, Literal, NoReturn
 
 from orchestrator.strict_model import Range, StrictModel
 from orchestrator.text import printable
 
 __all__ = [
     "CATEGORIES",
+    "FITS",
+    "NO_CARD",
+    "UNFIT",
+    "UNSURE",
     "Alternative",
-    "Bytes",
     "Card",
     "Estimate",
     "Failure",
     "Malformed",
     "Phase",
     "Tensor",
+    "Verdict",
     "as_json",
     "estimate_of",
     "read_estimate",
@@ -46,14 +50,17 @@ CATEGORIES = (
 """Who holds memory, in the order in which it is shown."""
 
 MOST_S = 86400.0
-Bytes = Annotated[int, Range(least=0, most=2**63 - 1)]
-_Size = Annotated[int, Range(least=0, most=2**63 - 1)]
+_Size = Annotated[int, Range(least=0, most=2**63 - 1)]  # of bytes, or of what is named
 _Format = Annotated[int, Range(least=1, most=1)]
 Verdict = Literal["fits", "does not fit", "within the error", "no card"]
+FITS: Final = "fits"
+UNFIT: Final = "does not fit"
+UNSURE: Final = "within the error"
+NO_CARD: Final = "no card"
 
 
 class Malformed(Exception):
-    """An answer that has not the form that was agreed upon; the message says where."""
+    """An answer that is not in format 1 of decision 0017; the message says where."""
 
 
 class _Answer(StrictModel):
@@ -65,14 +72,14 @@ class Card(_Answer):
 
     name: str
     key: str | None = None
-    total_bytes: Bytes
+    total_bytes: _Size
     capability: list[_Size]
 
 
 class Tensor(_Answer):
     """One of the largest tensors that live at a peak; ``where`` is the line that made it."""
 
-    bytes: Bytes
+    bytes: _Size
     shape: list[_Size] | None = None
     dtype: str | None = None
     category: str
@@ -90,24 +97,24 @@ class Failure(_Answer):
     phase: str
     category: str | None = None
     name: str | None = None
-    bytes: Bytes
-    segment_bytes: Bytes | None = None
+    bytes: _Size
+    segment_bytes: _Size | None = None
     shape: list[_Size] | None = None
     dtype: str | None = None
     module: str | None = None
     where: str | None = None
-    allocated_bytes: Bytes
-    reserved_bytes: Bytes
-    largest_free_bytes: Bytes | None = None
+    allocated_bytes: _Size
+    reserved_bytes: _Size
+    largest_free_bytes: _Size | None = None
 
 
 class Phase(_Answer):
     """A part of the run: its peak, who holds memory then, its largest tensors, and whether it fits."""
 
     name: str
-    peak_allocated_bytes: Bytes
-    peak_reserved_bytes: Bytes
-    by_category: dict[str, Bytes]
+    peak_allocated_bytes: _Size
+    peak_reserved_bytes: _Size
+    by_category: dict[str, _Size]
     largest: list[Tensor]
     verdict: Verdict | None = None
 
@@ -118,8 +125,8 @@ class Alternative(_Answer):
     label: str
     set: dict[str, Any]
     alloc_conf: str | None = None
-    peak_allocated_bytes: Bytes
-    peak_reserved_bytes: Bytes
+    peak_allocated_bytes: _Size
+    peak_reserved_bytes: _Size
     verdict: Verdict
 
 
@@ -136,11 +143,11 @@ class Estimate(_Answer):
     torch: str
     seconds: float
     card: Card | None
-    capacity_bytes: Bytes | None
-    outside_bytes: Bytes
+    capacity_bytes: _Size | None
+    outside_bytes: _Size
     error_share: float
-    peak_allocated_bytes: Bytes
-    peak_reserved_bytes: Bytes
+    peak_allocated_bytes: _Size
+    peak_reserved_bytes: _Size
     verdict: Verdict
     failure: Failure | None
     phases: list[Phase]
@@ -176,8 +183,8 @@ def as_json(model: StrictModel) -> dict[str, Any]:
     return {name: _json(getattr(model, name)) for name in model.fields()}
 
 
-def read_shapes(text: bytes, count: int) -> dict[str, Any]:
-    """Returns what ``PKG.shapes`` printed for so many sets of parameters; what a set holds is for
+def read_shapes(text: bytes, count: int) -> list[Any]:
+    """Returns the sets that ``PKG.shapes`` printed for so many of parameters; what a set holds is for
     `forensics.shapes` to check.
 
     Raises:
@@ -188,7 +195,8 @@ def read_shapes(text: bytes, count: int) -> dict[str, Any]:
         raise Malformed("it has no 'format' 1 with 'sets'")
     if len(value["sets"]) != count:
         raise Malformed(f"sets: there are {len(value['sets'])} for {count} files of parameters")
-    return value
+    sets: list[Any] = value["sets"]
+    return sets
 
 
 def _estimate(value: object) -> Estimate:

@@ -151,7 +151,7 @@ def keep_on(workspace: Workspace, bundle: Bundle, question: Question, host: Host
 
 def shapes(
     workspace: Workspace, bundle: Bundle, module: str, params: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
+) -> list[Any]:
     """Returns the large tensors that the payload makes with each set of parameters, in order, as it says
     them: `forensics.shapes` reads that.
 

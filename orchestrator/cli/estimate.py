@@ -29,7 +29,7 @@ from orchestrator.estimate_view import (
 from orchestrator.experiment import Experiment, load_experiment
 from orchestrator.following import Watcher
 from orchestrator.host_cards import HostCard, last_card
-from orchestrator.payload_answers import Estimate
+from orchestrator.payload_answers import UNFIT, Estimate
 from orchestrator.payload_programs import ESTIMATE, Question, answer_key, has_program
 from orchestrator.predicting import Forecast, forecasts
 from orchestrator.remote_estimate import estimate_on
@@ -204,5 +204,5 @@ def _exit_code(found: Sequence[Forecast]) -> int:
     codes = {forecast.error.exit_code for forecast in found if forecast.error is not None}
     if codes:
         return UsageError.exit_code if UsageError.exit_code in codes else max(codes)
-    unfit = any(forecast.estimate and forecast.estimate.verdict == "does not fit" for forecast in found)
+    unfit = any(forecast.estimate and forecast.estimate.verdict == UNFIT for forecast in found)
     return 1 if unfit else 0

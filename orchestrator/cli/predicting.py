@@ -22,6 +22,7 @@ from orchestrator.estimate_view import (
     prediction_json,
 )
 from orchestrator.host_cards import last_card
+from orchestrator.payload_answers import UNFIT
 from orchestrator.payload_programs import Question, answer_key
 from orchestrator.predicted import Comparison, compare
 from orchestrator.predicting import Forecast, Prediction, forecasts, is_predictable, keep, kept, question_of
@@ -113,7 +114,7 @@ class Predictor:
     def _warnings(self, found: _Found) -> Iterator[str]:
         """Yields what will not fit, and why a case is not estimated."""
         estimates = [forecast.estimate for _, forecast in found if forecast and forecast.estimate]
-        unfit = [estimate for estimate in estimates if estimate.verdict == "does not fit"]
+        unfit = [estimate for estimate in estimates if estimate.verdict == UNFIT]
         if unfit:
             first = next((failure_text(each.failure) for each in unfit if each.failure is not None), "")
             which = "it" if len(found) == 1 else f"{len(unfit)} of {len(found)} cases"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.forensics.numbers import Balance
+from orchestrator.payload_answers import FITS, NO_CARD, UNFIT, UNSURE
 from orchestrator.text import gib
 
 __all__ = ["Outlook", "Remedy", "foreseen", "remedies_of"]
@@ -57,8 +58,8 @@ def remedies_of(
     """
     predicted = () if outlook is None else outlook.remedies
     judged = [_judged(remedy, outlook, balance) for remedy in predicted]
-    yield from (remedy for remedy in judged if remedy.verdict == "fits")
-    yield from (remedy for remedy in judged if remedy.verdict != "fits")
+    yield from (remedy for remedy in judged if remedy.verdict == FITS)
+    yield from (remedy for remedy in judged if remedy.verdict != FITS)
     if declared and not any(remedy.changes == dict(declared) for remedy in judged):
         yield Remedy(
             label=", ".join(f"{name}={value}" for name, value in declared.items()),
@@ -81,7 +82,7 @@ def foreseen(outlook: Outlook | None, balance: Balance) -> Iterator[str]:
     peak = outlook.peak_allocated_bytes
     if peak is None or outlook.peak_reserved_bytes is None:
         return
-    verdict = "" if outlook.verdict in (None, "no card") else f": {outlook.verdict}"
+    verdict = "" if outlook.verdict in (None, NO_CARD) else f": {outlook.verdict}"
     yield f"as it is: {gib(peak)} allocated, {gib(outlook.peak_reserved_bytes)} reserved at most{verdict}"
     wanted = (balance.allocated_bytes or 0) + (balance.asked_bytes or 0)
     if balance.allocated_bytes is not None and wanted > peak * (1 + outlook.error_share) * _FAR_ABOVE:
@@ -95,10 +96,10 @@ def _judged(remedy: Remedy, outlook: Outlook | None, balance: Balance) -> Remedy
     """Judges by the room that the message tells of, where the estimate knew no card."""
     room = _whole_room(balance)
     peak = remedy.peak_reserved_bytes
-    if remedy.verdict != "no card" or room is None or peak is None or outlook is None:
+    if remedy.verdict != NO_CARD or room is None or peak is None or outlook is None:
         return remedy
     least, most = (peak * (1 + side * outlook.error_share) for side in (-1, 1))
-    verdict = "fits" if most <= room else "does not fit" if least > room else "within the error"
+    verdict = FITS if most <= room else UNFIT if least > room else UNSURE
     return Remedy(
         label=remedy.label,
         changes=remedy.changes,

@@ -104,19 +104,13 @@ class ShapeSet:
 
 
 def read_shape_sets(
-    answer: object, *, labels: Sequence[str], params: Sequence[Mapping[str, Any]]
+    sets: Sequence[object], *, labels: Sequence[str], params: Sequence[Mapping[str, Any]]
 ) -> tuple[ShapeSet, ...]:
-    """Returns the sets of a whole answer, in the order in which they were asked for.
+    """Returns the sets of an answer, one for each label, in the order in which they were asked for.
 
     Raises:
-        UsageError: it is not of that form, or not of as many sets.
+        UsageError: one is not of that form.
     """
-    values = _mapping(answer, "the answer")
-    if values.get("format") != 1:
-        raise UsageError(f"format is {quoted(values.get('format'))}; this version of orch reads format 1")
-    sets = _list(values.get("sets"), "sets", most=len(labels))
-    if len(sets) != len(labels):
-        raise UsageError(f"sets has {len(sets)} entries for {len(labels)} files of parameters")
     return tuple(
         read_shape_set(part, label=label, params=given)
         for part, label, given in zip(sets, labels, params, strict=True)

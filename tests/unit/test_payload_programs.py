@@ -275,14 +275,24 @@ class TestShapes:
         self, workspace: Workspace, bundle: Bundle
     ) -> None:
         for _ in range(2):
-            answer = payload_programs.shapes(workspace, bundle, ENTRY, [{"n": 3}, {"n": 5}])
-            assert [each["tensors"][0]["bytes"] for each in answer["sets"]] == [12, 20]
+            sets = payload_programs.shapes(workspace, bundle, ENTRY, [{"n": 3}, {"n": 5}])
+            assert [each["tensors"][0]["bytes"] for each in sets] == [12, 20]
             (kept,) = (workspace.home / "estimates" / bundle.id / "answers").iterdir()
             kept.write_text("{}")
 
-    def test_an_answer_for_another_number_of_sets_is_refused(self) -> None:
-        with pytest.raises(Malformed, match="there are 0 for 2"):
-            read_shapes(b'{"format": 1, "sets": []}', 2)
+    @pytest.mark.parametrize(
+        ("text", "said"),
+        [
+            (b'{"format": 1, "sets": []}', "there are 0 for 2"),
+            (b'{"format": 1, "sets": [{}, {}, {}]}', "there are 3 for 2"),
+            (b'{"format": 2, "sets": [{}, {}]}', "no 'format' 1"),
+            (b'{"format": 1, "sets": {}}', "with 'sets'"),
+            (b"[]", "no 'format' 1"),
+        ],
+    )
+    def test_an_answer_of_another_format_or_number_is_refused(self, text: bytes, said: str) -> None:
+        with pytest.raises(Malformed, match=said):
+            read_shapes(text, 2)
 
 
 @pytest.mark.parametrize(

@@ -61,9 +61,7 @@ def test_what_may_be_left_out_may_be_left_out() -> None:
 
 def test_what_the_payload_prints_is_read_as_it_is() -> None:
     given = {"attention": "sdpa_math"}
-    sets = read_shape_sets(
-        {"format": 1, "sets": [set_of(given), set_of({})]}, labels=["a", "b"], params=[given, {}]
-    )
+    sets = read_shape_sets([set_of(given), set_of({})], labels=["a", "b"], params=[given, {}])
     assert [part.label for part in sets] == ["a", "b"]
     assert sets[0].params == given
     assert [found.name for found in sets[0].tensors] == [part["name"] for part in set_of(given)["tensors"]]
@@ -106,18 +104,15 @@ def test_bounds_that_bound_nothing_are_refused(name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "message"),
+    ("part", "message"),
     [
-        ([], r"the answer is \[\]; it must be a JSON object"),
-        ({"format": 2, "sets": []}, "format is 2; this version of orch reads format 1"),
-        ({"format": 1, "sets": []}, "sets has 0 entries for 1 files"),
-        ({"format": 1, "sets": [{"tensors": []}] * 2}, "sets has 2 entries; at most 1"),
-        ({"format": 1, "sets": [{"tensors": [{}] * 5001}]}, "tensors has 5001 entries; at most 5000"),
+        ([], r"a set is \[\]; it must be a JSON object"),
+        ({"tensors": [{}] * 5001}, "tensors has 5001 entries; at most 5000"),
     ],
 )
-def test_a_whole_answer_of_another_form_is_refused(answer: Any, message: str) -> None:
+def test_a_set_of_another_form_is_refused(part: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        read_shape_sets(answer, labels=["a"], params=[{}])
+        read_shape_sets([part], labels=["a"], params=[{}])
 
 
 def test_numbers_end_where_a_float_stops_counting() -> None:
