@@ -1,14 +1,19 @@
 """What the drafter's tensors are called when its memory is watched; the allocator is made up, on the CPU."""
 
+import inspect
+import re
 import sys
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
+from dflash.memory import log, report
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from orchestrator import payload_answers
+from orchestrator.supervisor import memory_names, memory_owners
 from orchestrator.supervisor.memory_blocks import peak
 from orchestrator.supervisor.memory_names import describe, sums_by_category
 from orchestrator.supervisor.memory_owners import Owners
@@ -95,3 +100,12 @@ def test_scores_logits_and_weights_of_the_drafter_are_told_apart(attention: str,
     assert scores[0].where is not None
     assert scores[0].where.endswith(f" {function}")
     assert found["scores"] > found["activation"] / 2
+
+
+def test_predicted_and_measured_memory_have_the_same_categories_and_verdicts() -> None:
+    assert get_args(log.Category) == payload_answers.CATEGORIES
+    assert set(get_args(report.Verdict)) == set(get_args(payload_answers.Verdict))
+    measured = re.findall(
+        r'\("(\w+)", (?:lambda|module)', inspect.getsource(memory_names) + inspect.getsource(memory_owners)
+    )
+    assert {"cublas", "buffer"} <= set(measured) <= set(payload_answers.CATEGORIES)
