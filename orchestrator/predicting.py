@@ -21,11 +21,20 @@ from orchestrator.errors import NeedsTorch, OrchError
 from orchestrator.host_cards import HostCard
 from orchestrator.inventory import Host
 from orchestrator.payload_answers import Estimate, as_json, estimate_of
-from orchestrator.payload_programs import ESTIMATE, Question, has_program
+from orchestrator.payload_programs import ESTIMATE, Question, answer_key, has_program
 from orchestrator.run_folder import RunFolder
 from orchestrator.workspace import Workspace
 
-__all__ = ["Forecast", "Prediction", "forecasts", "is_predictable", "keep", "kept", "question_of"]
+__all__ = [
+    "Forecast",
+    "Prediction",
+    "equal_ones",
+    "forecasts",
+    "is_predictable",
+    "keep",
+    "kept",
+    "question_of",
+]
 
 MOST_AT_ONCE = 4
 
@@ -52,7 +61,7 @@ def is_predictable(job: Mapping[str, Any], bundle: Bundle) -> bool:
     return bool(job.get("devices")) and has_program(bundle, job.get("module"), ESTIMATE)
 
 
-def question_of(job: Mapping[str, Any], card: str | None, *, has_alternatives: bool = False) -> Question:
+def question_of(job: Mapping[str, Any], card: str | None) -> Question:
     """Returns what there is to ask about a module's run, also of one that an older orch started."""
     return Question(
         entry=job["module"],
@@ -60,35 +69,45 @@ def question_of(job: Mapping[str, Any], card: str | None, *, has_alternatives: b
         card=card,
         alloc_conf=job.get("alloc_conf"),
         memory_limit_bytes=job.get("memory_limit_bytes"),
-        has_alternatives=has_alternatives,
     )
 
 
 def forecasts(
     workspace: Workspace,
     bundle: Bundle,
-    questions: Mapping[str, Question],
-    told: Callable[[str, Forecast], object],
+    questions: Sequence[Question],
+    told: Callable[[int, Forecast], object],
     stopping: Event,
     hosts: Sequence[Host] = (),
 ) -> None:
-    """Asks each question and tells what came of it by its name, from threads of its own, as it comes.
+    """Asks what differs among questions and tells what came of each by its place, from threads of its own, as
+    it comes.
 
     Where torch is lacking here, what one of ``hosts`` has estimated counts. Once ``stopping`` is set nothing
     more is told.
     """
     asker = _Asker(workspace, bundle, stopping, hosts)
 
-    def ask(name: str, question: Question) -> None:
+    def ask(places: Sequence[int]) -> None:
         with suppress(Stopped):
-            told(name, asker.forecast(question))
+            forecast = asker.forecast(questions[places[0]])
+            for place in places:
+                told(place, forecast)
 
     with ThreadPoolExecutor(min(MOST_AT_ONCE, os.cpu_count() or 1)) as pool:
         try:
-            list(pool.map(ask, questions.keys(), questions.values()))
+            list(pool.map(ask, equal_ones(questions)))
         except BaseException:
             stopping.set()
             raise
+
+
+def equal_ones(questions: Sequence[Question]) -> list[list[int]]:
+    """Returns the places of questions, those of equal ones together."""
+    places: dict[str, list[int]] = {}
+    for place, question in enumerate(questions):
+        places.setdefault(answer_key(question, None), []).append(place)
+    return [*places.values()]
 
 
 class _Asker:

@@ -30,8 +30,8 @@ from orchestrator.experiment import Experiment, load_experiment
 from orchestrator.following import Watcher
 from orchestrator.host_cards import HostCard, last_card
 from orchestrator.payload_answers import UNFIT, Estimate
-from orchestrator.payload_programs import ESTIMATE, Question, answer_key, has_program
-from orchestrator.predicting import Forecast, forecasts
+from orchestrator.payload_programs import ESTIMATE, Question, has_program
+from orchestrator.predicting import Forecast, equal_ones, forecasts
 from orchestrator.remote_estimate import estimate_on
 from orchestrator.text import check_text, printable
 from orchestrator.workspace import Workspace
@@ -112,27 +112,24 @@ def _estimated(
             f"{experiment.name}: its payload ships no {program}, which would tell; ship one that answers "
             f"`python -m {experiment.payload}.{ESTIMATE} --entry MODULE --params FILE --json`"
         )
-    questions = {}
-    cases = []
-    for case in experiment.cases():
-        question = _question(case, card, has_alternatives)
-        name = answer_key(question, None)
-        questions[name] = question
-        cases.append((case, name))
-    found: dict[str, Forecast] = {}
+    cases = [*experiment.cases()]
+    questions = [_question(case, card, has_alternatives) for case in cases]
+    found: dict[int, Forecast] = {}
 
-    def told(name: str, forecast: Forecast) -> None:
-        found[name] = forecast
+    def told(place: int, forecast: Forecast) -> None:
+        found[place] = forecast
         screen.status(f"{len(found)} of {len(questions)} estimated")
 
     screen.status("estimating")
     if maker_name is None:
         forecasts(workspace, bundle, questions, told, Event())
     else:
-        for name, question in questions.items():
-            told(name, _made_there(workspace, experiment, question, maker_name, screen))
+        for places in equal_ones(questions):
+            forecast = _made_there(workspace, experiment, questions[places[0]], maker_name, screen)
+            for place in places:
+                told(place, forecast)
     screen.close()
-    return [(case, found[name]) for case, name in cases]
+    return [(case, found[place]) for place, case in enumerate(cases)]
 
 
 def _question(case: Experiment, card: str | None, has_alternatives: bool) -> Question:

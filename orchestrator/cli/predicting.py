@@ -23,7 +23,7 @@ from orchestrator.estimate_view import (
 )
 from orchestrator.host_cards import last_card
 from orchestrator.payload_answers import UNFIT
-from orchestrator.payload_programs import Question, answer_key
+from orchestrator.payload_programs import Question
 from orchestrator.predicted import Comparison, compare
 from orchestrator.predicting import Forecast, Prediction, forecasts, is_predictable, keep, kept, question_of
 from orchestrator.runs import Report
@@ -47,14 +47,7 @@ class Predictor:
         self._plans = [plan for plan in plans if is_predictable(plan.job, plan.bundle)]
         hosts = {plan.host.name for plan in self._plans}
         self._cards = {host: last_card(workspace, host) for host in hosts}
-        self._names: dict[str, str] = {}  # of each run, its question's
-        self._questions: dict[str, Question] = {}
-        for plan in self._plans:
-            card = self._cards[plan.host.name]
-            question = question_of(plan.job, None if card is None else card.text)
-            name = self._names[plan.job["run_id"]] = answer_key(question, None)
-            self._questions[name] = question
-        self._found: dict[str, Forecast] = {}
+        self._found: dict[int, Forecast] = {}  # by the place of the plan
         self._stopping = Event()
         self._give_up_at = time.monotonic() + MOST_S
         self._thread = Thread(target=self._ask, name="estimate", daemon=True)
@@ -78,7 +71,7 @@ class Predictor:
             self._thread.join(TICK_S)
         self._stopping.set()
         self._screen.close()
-        found = [(plan, self._found.get(self._names[plan.job["run_id"]])) for plan in self._plans]
+        found = [(plan, self._found.get(place)) for place, plan in enumerate(self._plans)]
         for text in (*self._lines(found), *self._warnings(found)):
             self._screen.note(f"estimate: {text}")
 
@@ -86,7 +79,14 @@ class Predictor:
         bundle = self._plans[0].bundle  # the runs of a group have one
         hosts = list({plan.host.name: plan.host for plan in self._plans}.values())
         told = self._found.__setitem__
-        forecasts(self._workspace, bundle, self._questions, told, self._stopping, hosts)
+        forecasts(self._workspace, bundle, self._questions(), told, self._stopping, hosts)
+
+    def _questions(self) -> list[Question]:
+        cards = [self._cards[plan.host.name] for plan in self._plans]
+        return [
+            question_of(plan.job, None if card is None else card.text)
+            for plan, card in zip(self._plans, cards, strict=True)
+        ]
 
     def _lines(self, found: _Found) -> Iterator[str]:
         """Yields a line for each case that is estimated."""

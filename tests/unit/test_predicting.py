@@ -8,6 +8,7 @@ import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from orchestrator.cli.terminal import Screen
 from orchestrator.experiment import load_experiment
 from orchestrator.host_cards import HostCard, last_card
 from orchestrator.lifecycle import State
-from orchestrator.predicting import is_predictable, kept, question_of
+from orchestrator.predicting import Forecast, forecasts, is_predictable, kept, question_of
 from orchestrator.starting import Plan, row_of
 from orchestrator.submitting import prepare_group
 from orchestrator.workspace import Workspace
@@ -204,6 +205,19 @@ class TestWhatIsNotMade:
         lost, line = _told(workspace, (plan,), capsys, card=False)
         assert "not kept: " in lost
         assert line.startswith("15.00 GiB allocated")
+
+
+def test_equal_questions_are_asked_once_and_each_is_told(
+    project: Project, workspace: Workspace, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    plans = [_plan(project, workspace, params={"size_gib": size, "log": str(log)}) for size in (1, 2, 1)]
+    found: dict[int, Forecast] = {}
+    questions = [question_of(plan.job, None) for plan in plans]
+    forecasts(workspace, plans[0].bundle, questions, found.__setitem__, Event())
+    estimates = [found[place].estimate for place in range(3)]
+    assert [each and each.peak_allocated_bytes for each in estimates] == [GIB, 2 * GIB, GIB]
+    assert len(log.read_text().splitlines()) == 2
 
 
 class TestTheCardOfAHost:
