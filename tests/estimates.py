@@ -1,6 +1,7 @@
-"""A payload that ships `estimate` and `shapes`: they answer by the agreed form, from their parameters alone.
+"""A payload that ships `estimate` and `shapes`: they answer in format 1 of decision 0017.
 
-``size_gib`` is the predicted peak; ``fault`` makes the programs fail in one of several ways.
+They know their parameters alone: ``size_gib`` is the predicted peak; ``fault`` makes the programs
+fail in one of several ways.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def refused(capsys: pytest.CaptureFixture[str], *options: str) -> str:
     return captured.err
 
 
-def test_json_has_the_form_that_was_agreed_on() -> None:
+def test_json_has_the_fields_of_format_1() -> None:
     found = on_small_card()
     assert found.keys() == {
         *("format", "entry", "torch", "seconds", "card", "capacity_bytes", "outside_bytes", "error_share"),

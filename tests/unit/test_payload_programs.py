@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 import sys
 import threading
@@ -19,8 +20,20 @@ from orchestrator import payload_programs, program_folder
 from orchestrator.apart import Stopped
 from orchestrator.bundle import Bundle, build_bundle, empty_bundle
 from orchestrator.errors import NeedsTorch, ProgramFailed, UsageError
-from orchestrator.payload_answers import Malformed, estimate_of, read_estimate, read_shapes
+from orchestrator.payload_answers import (
+    Alternative,
+    Card,
+    Estimate,
+    Failure,
+    Malformed,
+    Phase,
+    Tensor,
+    estimate_of,
+    read_estimate,
+    read_shapes,
+)
 from orchestrator.payload_programs import ESTIMATE, SHAPES, Question, has_program
+from orchestrator.strict_model import StrictModel
 from orchestrator.workspace import Workspace
 from tests.estimates import GIB, add_programs
 from tests.project import Project, wait_until
@@ -343,6 +356,26 @@ def test_an_answer_that_is_no_json_is_one(text: bytes) -> None:
         read_estimate(text)
 
 
+@pytest.mark.parametrize(
+    ("row", "model"),
+    [
+        ("the answer", Estimate),
+        ("`card`", Card),
+        ("each of `phases`", Phase),
+        ("a tensor", Tensor),
+        ("`failure`", Failure),
+        ("each of `alternatives`", Alternative),
+    ],
+)
+def test_decision_0017_lists_the_fields_that_are_read(row: str, model: type[StrictModel]) -> None:
+    (line,) = [line for line in DECISION.read_text().splitlines() if line.startswith(f"| {row} | ")]
+    named = re.findall(r"`(\w+)(\??)`", line.removeprefix(f"| {row} | "))
+    assert {name: bool(mark) for name, mark in named} == {
+        name: hasattr(model, name) for name in model.fields()
+    }
+
+
+DECISION = Path(__file__).parents[2] / "docs/decisions/0017-a-payload-brings-its-own-estimate.md"
 ANSWER = """
 {"format": 1, "entry": "probe.trial", "torch": "2.13", "seconds": 1, "card": null, "capacity_bytes": null,
  "outside_bytes": 0, "error_share": 0.01, "peak_allocated_bytes": 1, "peak_reserved_bytes": 2,
