@@ -6,6 +6,10 @@ fail in one of several ways.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+from orchestrator.workspace import Workspace
 from tests.project import Project
 
 GIB = 2**30
@@ -121,3 +125,11 @@ def add_programs(project: Project) -> None:
     folder = project.folder / "payloads" / "probe"
     (folder / "estimate.py").write_text(ESTIMATE)
     (folder / "shapes.py").write_text(SHAPES)
+
+
+@contextmanager
+def open_with_programs(project: Project) -> Iterator[Workspace]:
+    """Gives the project's payload both programs, and opens its workspace."""
+    add_programs(project)
+    with closing(Workspace.open(project.folder / "inventory.yaml")) as opened:
+        yield opened

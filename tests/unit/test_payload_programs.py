@@ -35,7 +35,7 @@ from orchestrator.payload_answers import (
 from orchestrator.payload_programs import ESTIMATE, SHAPES, Question, has_program
 from orchestrator.strict_model import StrictModel
 from orchestrator.workspace import Workspace
-from tests.estimates import GIB, add_programs
+from tests.estimates import GIB, open_with_programs
 from tests.project import Project, wait_until
 
 ENTRY = "probe.trial"
@@ -43,10 +43,8 @@ ENTRY = "probe.trial"
 
 @pytest.fixture
 def workspace(project: Project) -> Iterator[Workspace]:
-    add_programs(project)
-    with_ledger = Workspace.open(project.folder / "inventory.yaml")
-    yield with_ledger
-    with_ledger.close()
+    with open_with_programs(project) as opened:
+        yield opened
 
 
 @pytest.fixture

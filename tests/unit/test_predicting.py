@@ -26,7 +26,7 @@ from orchestrator.predicting import Forecast, forecasts, is_predictable, kept, q
 from orchestrator.starting import Plan, row_of
 from orchestrator.submitting import prepare_group
 from orchestrator.workspace import Workspace
-from tests.estimates import GIB, add_programs
+from tests.estimates import GIB, open_with_programs
 from tests.project import Project
 
 H200 = HostCard(name="NVIDIA H200", total_bytes=150_110_011_392, capability=(9, 0))
@@ -34,10 +34,8 @@ H200 = HostCard(name="NVIDIA H200", total_bytes=150_110_011_392, capability=(9, 
 
 @pytest.fixture
 def workspace(project: Project) -> Iterator[Workspace]:
-    add_programs(project)
-    opened = Workspace.open(project.folder / "inventory.yaml")
-    yield opened
-    opened.close()
+    with open_with_programs(project) as opened:
+        yield opened
 
 
 def _plan(project: Project, workspace: Workspace, **changes: Any) -> Plan:
