@@ -217,6 +217,20 @@ def _refuse_outside(estimate: Estimate) -> None:
         raise Malformed(f"seconds: must be between 0 and {MOST_S:g}")
     if estimate.card is not None and len(estimate.card.capability) != 2:
         raise Malformed("card.capability: must be two numbers")
+    if not estimate.phases and (estimate.peak_allocated_bytes or estimate.peak_reserved_bytes):
+        raise Malformed("phases: there are none, though a peak is named")
+    _refuse_verdict("verdict", estimate, estimate)
+    for index, each in enumerate(estimate.alternatives or ()):
+        _refuse_verdict(f"alternatives.{index}.verdict", each, estimate)
+
+
+def _refuse_verdict(key: str, judged: Estimate | Alternative, estimate: Estimate) -> None:
+    """Refuses a verdict that the numbers beside it deny."""
+    capacity = estimate.capacity_bytes
+    if capacity is None and judged.verdict != NO_CARD:
+        raise Malformed(f"{key}: is '{judged.verdict}', but there is no capacity_bytes")
+    if capacity is not None and judged.verdict == FITS and judged.peak_allocated_bytes > capacity:
+        raise Malformed(f"{key}: is '{FITS}', but the peak is above capacity_bytes")
 
 
 def _parsed(text: bytes) -> Any:

@@ -227,11 +227,20 @@ def _about(interpreter: str) -> tuple[str, ...]:
     except ProgramFailed as error:
         raise ProgramFailed(f"{error}; see {SETTING}") from error
     try:
-        path, version, torch = json.loads(out)
-    except ValueError:
+        said = json.loads(out)
+    except (ValueError, RecursionError):
+        said = None
+    if not _is_about(said):
         ended = f"cannot tell its version (exit code {code}){_last_line(told)}"
-        raise ProgramFailed(f"{printable(interpreter)}: {ended}; see {SETTING}") from None
-    return (str(path), str(version), str(torch))
+        raise ProgramFailed(f"{printable(interpreter)}: {ended}; see {SETTING}")
+    return tuple(map(str, said))
+
+
+def _is_about(said: Any) -> bool:
+    if not isinstance(said, list) or len(said) != 3:
+        return False
+    path, version, torch = said
+    return isinstance(path, str) and isinstance(version, str) and isinstance(torch, str | None)
 
 
 class _Run:
@@ -276,7 +285,7 @@ class _Run:
         return out
 
     def _failure(self, code: int, told: bytes) -> UsageError | ProgramFailed:
-        said = f"{self._program}{_last_line(told, self._program)}"
+        said = f"{self._program}{_last_line(told, self._program) or ': it does not say why'}"
         if code == REFUSED:
             return UsageError(said)
         lacks_torch = b"No module named 'torch'" in told

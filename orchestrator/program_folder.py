@@ -106,7 +106,8 @@ class ProgramFolder:
                 self._write(bundle, store)
         finally:
             os.close(writing)
-        _remove_oldest(self.path.parent, self.path)
+        with suppress(OSError):  # housekeeping: the next one tries again
+            _remove_oldest(self.path.parent, self.path)
 
     def _write(self, bundle: Bundle, store: ObjectStore) -> None:
         """Writes the code whole and then puts it there: somebody may still run what was altered."""
@@ -178,9 +179,19 @@ def _remove_oldest(root: Path, but: Path) -> None:
     """Lets the bundles go that were used longest ago, as far as they are too many or too large together."""
     size_bytes = 0
     for number, folder in enumerate(_newest(root, mark="lock")):
-        size_bytes += sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        size_bytes += _size_bytes(folder)
         if folder != but and (number >= MOST_BUNDLES or size_bytes > MOST_BYTES):
             _remove(folder)
+
+
+def _size_bytes(folder: Path) -> int:
+    """Returns the size of what is in a folder, as far as it stays there meanwhile: others use it."""
+    size_bytes = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                size_bytes += Path(parent, name).lstat().st_size
+    return size_bytes
 
 
 def _remove(folder: Path) -> None:

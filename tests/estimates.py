@@ -38,6 +38,8 @@ if fault == "refused":
 if fault == "old torch":
     print("estimate: this needs torch 2.9, here is 2.4", file=sys.stderr)
     sys.exit(3)
+if fault == "silent":
+    sys.exit(3)
 if fault == "no torch":
     import_name = "torch"
     raise ModuleNotFoundError("No module named 'torch'", name="torch")

@@ -33,6 +33,7 @@ from orchestrator.workspace import Workspace
 
 MOST_S = 15.0
 MOST_LINES = 20
+MOST_SHOWN = 300
 TICK_S = 0.2
 
 _Found = Sequence[tuple[Plan, Forecast | None]]
@@ -48,6 +49,7 @@ class Predictor:
         hosts = {plan.host.name for plan in self._plans}
         self._cards = {host: last_card(workspace, host) for host in hosts}
         self._found: dict[int, Forecast] = {}  # by the place of the plan
+        self._error: Exception | None = None
         self._stopping = Event()
         self._give_up_at = time.monotonic() + MOST_S
         self._thread = Thread(target=self._ask, name="estimate", daemon=True)
@@ -63,14 +65,26 @@ class Predictor:
             self._thread.join()
 
     def tell(self) -> None:
-        """Waits for what is not estimated yet, as long as that is bearable; says it, and keeps it."""
+        """Waits for what is not estimated yet, as long as that is bearable; says it, and keeps it.
+
+        A run goes on whatever happens here: what nobody thought of is a line as well.
+        """
         if not self._plans:
             return
+        try:
+            self._tell()
+        except Exception as error:  # noqa: BLE001  (an answer is somebody else's)
+            self._screen.close()
+            self._screen.note(f"estimate: not made: {_unexpected(error)}; the run goes on")
+
+    def _tell(self) -> None:
         while self._thread.is_alive() and time.monotonic() < self._give_up_at:
             self._screen.status("estimating memory")
             self._thread.join(TICK_S)
         self._stopping.set()
         self._screen.close()
+        if self._error is not None:
+            raise self._error
         found = [(plan, self._found.get(place)) for place, plan in enumerate(self._plans)]
         for text in (*self._lines(found), *self._warnings(found)):
             self._screen.note(f"estimate: {text}")
@@ -79,7 +93,10 @@ class Predictor:
         bundle = self._plans[0].bundle  # the runs of a group have one
         hosts = list({plan.host.name: plan.host for plan in self._plans}.values())
         told = self._found.__setitem__
-        forecasts(self._workspace, bundle, self._questions(), told, self._stopping, hosts)
+        try:
+            forecasts(self._workspace, bundle, self._questions(), told, self._stopping, hosts)
+        except Exception as error:  # noqa: BLE001  (of a thread: told by `tell`)
+            self._error = error
 
     def _questions(self) -> list[Question]:
         cards = [self._cards[plan.host.name] for plan in self._plans]
@@ -163,6 +180,11 @@ class Beside:
     def as_json(self) -> dict[str, Any]:
         """Returns plain JSON values."""
         return prediction_json(self.prediction, self.comparison)
+
+
+def _unexpected(error: Exception) -> str:
+    """Returns an error that is none of ours in one line."""
+    return printable(f"{type(error).__name__}: {error}")[:MOST_SHOWN]
 
 
 def _advice(plan: Plan, *options: str) -> str:

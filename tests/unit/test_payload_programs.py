@@ -192,6 +192,16 @@ class TestAnEstimate:
         payload_programs.shapes(workspace, other, ENTRY, [{"n": 1}])
         assert [path.name for path in (workspace.home / "estimates").iterdir()] == [other.id]
 
+    def test_others_that_change_meanwhile_do_not_keep_one_from_being_used(
+        self, workspace: Workspace, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def gone(*_: object, **__: object) -> list[Path]:
+            raise FileNotFoundError(2, "No such file", "__pycache__")
+
+        monkeypatch.setattr(program_folder, "_newest", gone)
+        with program_folder.ProgramFolder.open(workspace.home, bundle, workspace.store) as held:
+            assert (held.code / "probe" / "shapes.py").exists()
+
     def test_a_folder_in_use_is_not_removed(
         self, workspace: Workspace, bundle: Bundle, project: Project, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -209,6 +219,7 @@ class TestFailures:
         [
             ("refused", UsageError, "probe.estimate: seq_len is -1; it must be at least 2"),
             ("old torch", NeedsTorch, "this needs torch 2.9, here is 2.4"),
+            ("silent", NeedsTorch, "probe.estimate: it does not say why (/"),
             ("no torch", NeedsTorch, "estimate: {python: PATH}"),
             ("crash", ProgramFailed, "RuntimeError: a \\x1b[31mred"),
             ("endless", ProgramFailed, "printed more than 8.0 MiB"),
@@ -263,6 +274,15 @@ class TestFailures:
             assert "see estimate: {python: PATH} in inventory.yaml" in str(failed.value)
         finally:
             again.close()
+
+    @pytest.mark.parametrize("said", ["5", '{"a": 1, "b": 2, "c": 3}', "[1, 2, 3]", "[]", "[" * 100_000, ""])
+    def test_one_that_tells_no_version_is_named_with_its_setting(self, said: str, tmp_path: Path) -> None:
+        (tmp_path / "said").write_text(said)
+        other = tmp_path / "python"
+        other.write_text(f'#!/bin/sh\nexec cat "{tmp_path}/said"\n')
+        other.chmod(0o755)
+        with pytest.raises(ProgramFailed, match=r"cannot tell its version .* see estimate: \{python: PATH\}"):
+            payload_programs._about(str(other))
 
     def test_the_interpreter_of_the_inventory_is_the_one_that_runs(
         self, project: Project, bundle: Bundle, calls: Path, tmp_path: Path
@@ -325,6 +345,10 @@ class TestShapes:
         (("seconds",), -0.1),
         (("seconds",), 1e300),
         (("seconds",), 10**400),
+        (("error_share",), 10**400),
+        (("error_share",), 1e300),
+        (("verdict",), "fits"),
+        (("phases",), []),
         (("card", "capability"), [9]),
         (("card", "capability"), [9, 0, 0]),
         (("card", "total_bytes"), -1),
@@ -341,6 +365,18 @@ def test_an_answer_of_another_form_is_named_by_its_place(keys: tuple[Any, ...], 
     with pytest.raises(Malformed, match=r"\.".join(map(str, keys))):
         read_estimate(json.dumps(answer).encode())
     assert estimate_of(answer) is None
+
+
+@pytest.mark.parametrize(
+    ("verdict", "capacity", "is_believed"),
+    [("fits", 1, True), ("fits", 0, False), ("within the error", 0, True), ("does not fit", 0, True)],
+)
+def test_a_verdict_agrees_with_peak_and_capacity(verdict: str, capacity: int, is_believed: bool) -> None:
+    answer = {**json.loads(_answer()), "capacity_bytes": capacity}
+    peaks = {"peak_allocated_bytes": 1, "peak_reserved_bytes": 2}
+    way = {"label": "a way", "set": {}, **peaks, "verdict": verdict}
+    assert (estimate_of({**answer, "verdict": verdict}) is not None) == is_believed
+    assert (estimate_of({**answer, "alternatives": [way]}) is not None) == is_believed
 
 
 @pytest.mark.parametrize("name", ["seconds", "error_share"])

@@ -195,6 +195,22 @@ class TestWhatIsNotMade:
         (line,) = _told(workspace, (lacking,), capsys, card=False)
         assert line.startswith("4.00 GiB allocated")
 
+    @pytest.mark.parametrize("place", ["forecasts", "estimate_line"])
+    def test_what_nobody_thought_of_is_one_line_as_well(
+        self,
+        place: str,
+        project: Project,
+        workspace: Workspace,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        def fail(*_: object) -> None:
+            raise OverflowError("int too large\nto convert")
+
+        monkeypatch.setattr(view, place, fail)
+        (line,) = _told(workspace, (_plan(project, workspace),), capsys, card=False)
+        assert line == "not made: OverflowError: int too large\\nto convert; the run goes on"
+
     def test_one_that_cannot_be_kept_is_said_all_the_same(
         self, project: Project, workspace: Workspace, capsys: pytest.CaptureFixture[str]
     ) -> None:
