@@ -1,13 +1,15 @@
 """Runs a program here apart from everything: a bare environment, no input, bounded time and output.
 
-What it starts ends with it, whatever it did with its pipes.
+What it starts ends with it, whatever it did with its pipes, and with orch, however that ends (`keeper`).
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -15,6 +17,7 @@ from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
 from threading import Event
 
+from orchestrator import keeper
 from orchestrator.errors import ProgramFailed
 from orchestrator.text import printable, size_text
 
@@ -23,6 +26,7 @@ __all__ = ["Stopped", "bare_environment", "execute"]
 READ_BYTES = 64 * 1024
 MOST_TOLD_BYTES = 64 * 1024
 POLL_S = 0.1
+KEEPER_S = keeper.MOST_S + 1
 
 
 class Stopped(Exception):
@@ -53,25 +57,38 @@ def execute(
         ProgramFailed: it cannot be started, takes longer, or prints too much.
         Stopped: ``stopping`` was set.
     """
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(keeper.PATH), str(theirs.fileno()), *argv],
+                cwd=cwd,
+                env=env,
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+        with process:
+            try:
+                out, told = _attend(process, printable(name), limit_s, most_bytes, stopping)
+            finally:
+                _end(process, ours)
+        refused = ours.recv(READ_BYTES)
+    if refused:
+        raise ProgramFailed(f"{printable(argv[0])}: cannot be started: {os.strerror(int(refused))}")
+    return process.returncode, out, told
+
+
+def _end(process: subprocess.Popen[bytes], ours: socket.socket) -> None:
+    """Lets the keeper end what is left, and ends it where it does not."""
+    ours.shutdown(socket.SHUT_WR)
     try:
-        process = subprocess.Popen(
-            argv,
-            cwd=cwd,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-    except OSError as error:
-        raise ProgramFailed(f"{printable(argv[0])}: cannot be started: {error.strerror}") from error
-    with process:
-        try:
-            out, told = _attend(process, printable(name), limit_s, most_bytes, stopping)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # it is not reaped yet: nobody else has its number
-        return process.wait(), out, told
+        process.wait(KEEPER_S)
+    except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # it is not reaped yet: nobody else has its number
 
 
 def _attend(

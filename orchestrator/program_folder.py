@@ -30,6 +30,7 @@ MOST_BYTES = 2 * 1024**3
 MOST_ANSWERS = 2000
 MOST_ANSWER_BYTES = 8 * 1024**2
 PATIENCE_S = 60.0
+SCRATCH_S = 3600.0
 _BYTE_CODE = "__pycache__"
 
 
@@ -95,6 +96,7 @@ class ProgramFolder:
 
     def _place(self, bundle: Bundle, store: ObjectStore) -> None:
         os.utime(self.path / "lock")
+        self._sweep()
         if _is_as_shipped(self.code, bundle):
             return
         writing = os.open(
@@ -108,6 +110,13 @@ class ProgramFolder:
             os.close(writing)
         with suppress(OSError):  # housekeeping: the next one tries again
             _remove_oldest(self.path.parent, self.path)
+
+    def _sweep(self) -> None:
+        """Removes what was left by an orch that was killed: no run of a program takes that long."""
+        for left in self.path.glob("scratch-*"):
+            with suppress(OSError):
+                if time.time() - left.stat().st_mtime > SCRATCH_S:
+                    shutil.rmtree(left, ignore_errors=True)
 
     def _write(self, bundle: Bundle, store: ObjectStore) -> None:
         """Writes the code whole and then puts it there: somebody may still run what was altered."""

@@ -32,6 +32,9 @@ if log:
     with open(log, "a") as file:
         print(json.dumps([sys.argv[1:], dict(os.environ), os.getcwd(), sys.executable]), file=file)
 fault = params.get("fault")
+if fault == "refused by its file":
+    print(f"probe.estimate: {asked.params}: seq_len is -1", file=sys.stderr)
+    sys.exit(2)
 if fault == "refused":
     print("probe.estimate: seq_len is -1; it must be at least 2", file=sys.stderr)
     sys.exit(2)
@@ -57,6 +60,12 @@ if fault == "together":
     while len(list(marks.iterdir())) < 2 and time.monotonic() < give_up_at:
         time.sleep(0.01)
     assert len(list(marks.iterdir())) == 2, "nobody else runs meanwhile"
+if (fault or "").startswith("escapes"):
+    import subprocess
+    left = subprocess.Popen(["sleep", "100"], start_new_session=True, stdout=subprocess.DEVNULL)
+    Path(params["left"]).write_text(str(left.pid))
+    if fault == "escapes and waits":
+        time.sleep(100)
 if fault == "holder":
     import subprocess
     left = subprocess.Popen(["sleep", "100"])

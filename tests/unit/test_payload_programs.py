@@ -6,6 +6,7 @@ import json
 import os
 import re
 import stat
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 
 from orchestrator import payload_programs, program_folder
-from orchestrator.apart import Stopped
+from orchestrator.apart import Stopped, execute
 from orchestrator.bundle import Bundle, build_bundle, empty_bundle
 from orchestrator.errors import NeedsTorch, ProgramFailed, UsageError
 from orchestrator.payload_answers import (
@@ -251,6 +252,53 @@ class TestFailures:
         left = tmp_path / "left"
         payload_programs.estimate(workspace, bundle, _question(params={"fault": "holder", "left": str(left)}))
         wait_until(lambda: not _lives(left.read_text()), "what the program left behind")
+
+    @pytest.mark.parametrize("fault", ["escapes", "escapes and waits"])
+    def test_also_what_left_its_session(
+        self,
+        fault: str,
+        workspace: Workspace,
+        bundle: Bundle,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        left = tmp_path / "left"
+        monkeypatch.setattr(payload_programs, "ESTIMATE_LIMIT_S", 1.0)
+        question = _question(params={"fault": fault, "left": str(left)})
+        if fault == "escapes":
+            payload_programs.estimate(workspace, bundle, question)
+        else:
+            with pytest.raises(ProgramFailed, match="no answer within 1 s"):
+                payload_programs.estimate(workspace, bundle, question)
+        assert not _lives(left.read_text())
+
+    def test_all_of_it_ends_when_orch_is_killed(self, tmp_path: Path) -> None:
+        child = "import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(100)"
+        asks = (
+            "import sys; from pathlib import Path; from orchestrator.apart import *\n"
+            f"execute([sys.executable, '-c', {child!r}], name='x', cwd=Path({str(tmp_path)!r}), env={{}},"
+            " limit_s=60, most_bytes=1)"
+        )
+        pid = tmp_path / "pid"
+        with subprocess.Popen([sys.executable, "-c", asks]) as orch:
+            wait_until(lambda: pid.exists() and pid.read_text() != "", "the program")
+            orch.kill()
+        wait_until(lambda: not _lives(pid.read_text()), "the program's end")
+
+    def test_a_program_that_died_of_a_signal_says_so(self, tmp_path: Path) -> None:
+        dies = [sys.executable, "-c", "import os; os.kill(os.getpid(), 11)"]
+        code, *_ = execute(dies, name="x", cwd=tmp_path, env={}, limit_s=60, most_bytes=1)
+        assert code == -11
+
+    def test_what_a_killed_orch_left_is_swept(self, workspace: Workspace, bundle: Bundle) -> None:
+        folder = workspace.home / "estimates" / bundle.id
+        payload_programs.shapes(workspace, bundle, ENTRY, [{"n": 1}])
+        old, new = folder / "scratch-old", folder / "scratch-new"
+        for path in (old, new):
+            (path / "deep").mkdir(parents=True)
+        os.utime(old, (1, 1))
+        payload_programs.shapes(workspace, bundle, ENTRY, [{"n": 1}])
+        assert (old.exists(), new.exists()) == (False, True)
 
     def test_whoever_does_not_wait_any_more_ends_it(self, workspace: Workspace, bundle: Bundle) -> None:
         stopping = threading.Event()
