@@ -263,11 +263,13 @@ class _Run:
         """
         with self._folder.scratch() as scratch:
             argv = [self._interpreter, "-m", self._program, *words]
+            names = {}
             for number, each in enumerate(params):
                 file = scratch / f"params{number}.json"
                 file.touch(0o600)
                 file.write_text(json.dumps(each), encoding="utf-8")
                 argv += ["--params", str(file)]
+                names[str(file)] = "the parameters" if len(params) == 1 else f"parameters {number + 1}"
             try:
                 code, out, told = execute(
                     argv,
@@ -281,6 +283,8 @@ class _Run:
             except ProgramFailed as error:
                 raise ProgramFailed(f"{error}; {_by_hand(self._program)}") from error
         if code != 0:
+            for path, name in names.items():
+                told = told.replace(path.encode(), name.encode())  # nobody else knows that file
             raise self._failure(code, told)
         return out
 

@@ -219,6 +219,7 @@ class TestFailures:
         ("fault", "kind", "said"),
         [
             ("refused", UsageError, "probe.estimate: seq_len is -1; it must be at least 2"),
+            ("refused by its file", UsageError, "probe.estimate: the parameters: seq_len is -1"),
             ("old torch", NeedsTorch, "this needs torch 2.9, here is 2.4"),
             ("silent", NeedsTorch, "probe.estimate: it does not say why (/"),
             ("no torch", NeedsTorch, "estimate: {python: PATH}"),
