@@ -33,7 +33,7 @@ MOST_NOTES = 20
 MOST_EXECUTIONS = 4
 
 
-def estimate_line(estimate: Estimate, card_name: str | None = None, limit_bytes: int | None = None) -> str:
+def estimate_line(estimate: Estimate, card_name: str | None = None) -> str:
     """Returns an estimate in one line; ``card_name`` is what the card itself is called."""
     if not estimate.phases:
         return "nothing to estimate"
@@ -42,7 +42,7 @@ def estimate_line(estimate: Estimate, card_name: str | None = None, limit_bytes:
     if estimate.verdict == NO_CARD or estimate.capacity_bytes is None:
         return f"{sizes}, {error}; no verdict, since no card is known"
     verdict = "it may fit or not" if estimate.verdict == UNSURE else estimate.verdict
-    return f"{sizes} of {_room(estimate, card_name, limit_bytes)}, {error}: {verdict}"
+    return f"{sizes} of {_room(estimate, card_name)}, {error}: {verdict}"
 
 
 def failure_text(failure: Failure) -> str:
@@ -173,13 +173,16 @@ def prediction_json(prediction: Prediction, found: Comparison | None) -> dict[st
     }
 
 
-def _room(estimate: Estimate, card_name: str | None, limit_bytes: int | None) -> str:
-    """Returns what the allocator and all beside it may take, and of which card that is."""
-    card = estimate.card
-    names = [name for name in (card_name or (card.name if card else None),) if name]
-    names += ["a memory limit"] if limit_bytes is not None else []
-    total = limit_bytes if limit_bytes is not None else card.total_bytes if card else estimate.capacity_bytes
-    return f"{gib(total or 0)}" + (f" ({', '.join(names)})" if names else "")
+def _room(estimate: Estimate, card_name: str | None) -> str:
+    """Returns what the allocator and all beside it may take, and of which card that is.
+
+    A limit, orch's or the program's own, shows in that: it leaves less than the card has.
+    """
+    card, room = estimate.card, (estimate.capacity_bytes or 0) + estimate.outside_bytes
+    is_limited = card is None or room < card.total_bytes
+    total = room if card is None else min(room, card.total_bytes)
+    names = [card_name or (card.name if card else None), "a memory limit" if is_limited else None]
+    return f"{gib(total)} ({', '.join(filter(None, names))})"
 
 
 def _held(estimate: Estimate) -> list[tuple[str, int]]:

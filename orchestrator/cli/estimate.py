@@ -184,7 +184,7 @@ def _tell(
 def _show_one(case: Experiment, made: Estimate, known: HostCard | None) -> None:
     """Prints all that one estimate says."""
     name = None if known is None else known.name
-    print(printable(f"{case.name}: {estimate_line(made, name, case.memory_limit_bytes)}"))
+    print(printable(f"{case.name}: {estimate_line(made, name)}"))
     if made.failure is not None:
         print(printable(f"fails: {failure_text(made.failure)}"))
     tables = [phases_table(made), categories_table(made), largest_table(made)] if made.phases else []

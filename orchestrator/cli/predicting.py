@@ -115,7 +115,7 @@ class Predictor:
                 self._keep(plan, Prediction(estimate=estimate, card=card))
                 label = f"{plan.job.get('case') or plan.job['experiment']} on {plan.host.name}: "
                 name = None if card is None else card.name
-                line = estimate_line(estimate, name, plan.job.get("memory_limit_bytes"))
+                line = estimate_line(estimate, name)
                 lines.append(line if len(found) == 1 else f"{label}{line}")
         yield from lines[:MOST_LINES]
         if len(lines) > MOST_LINES:

@@ -132,8 +132,13 @@ def test_an_estimate_is_read_again_as_it_was_written() -> None:
 
 def test_a_verdict_names_the_card_and_its_own_doubt() -> None:
     card = {"name": "NVIDIA H200", "key": "h200", "total_bytes": 14 * GIB, "capability": [9, 0]}
-    known = _estimate(card=card, capacity_bytes=13 * GIB, verdict="within the error")
+    held = {"outside_bytes": GIB, "verdict": "within the error"}
+    known = _estimate(card=card, capacity_bytes=13 * GIB, **held)
     expected = (
         "12.00 GiB allocated, 13.00 GiB reserved of 14.00 GiB (NVIDIA H200), within 1 %: it may fit or not"
     )
     assert estimate_line(known) == expected
+    limited = _estimate(card=card, capacity_bytes=9 * GIB, **held)  # by the program itself
+    assert "reserved of 10.00 GiB (NVIDIA H200, a memory limit), within" in estimate_line(limited)
+    without = _estimate(capacity_bytes=9 * GIB, **held)
+    assert "reserved of 10.00 GiB (a memory limit), within" in estimate_line(without)
