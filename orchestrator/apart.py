@@ -82,13 +82,13 @@ def execute(
 
 
 def _end(process: subprocess.Popen[bytes], ours: socket.socket) -> None:
-    """Lets the keeper end what is left, and ends it where it does not."""
+    """Lets the keeper end what is left, and ends what that leaves, as one that was killed itself."""
     ours.shutdown(socket.SHUT_WR)
-    try:
-        process.wait(KEEPER_S)
-    except subprocess.TimeoutExpired:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # it is not reaped yet: nobody else has its number
+    give_up_at = time.monotonic() + KEEPER_S
+    while not _has_ended(process.pid) and time.monotonic() < give_up_at:
+        time.sleep(keeper.POLL_S)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # it is not reaped yet: nobody else has its number
 
 
 def _attend(

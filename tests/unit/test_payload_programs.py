@@ -286,6 +286,16 @@ class TestFailures:
             orch.kill()
         wait_until(lambda: not _lives(pid.read_text()), "the program's end")
 
+    def test_a_keeper_that_is_killed_leaves_nothing_either(self, tmp_path: Path) -> None:
+        kills = (
+            "import os, signal, subprocess; left = subprocess.Popen(['sleep', '100']);"
+            "open('left', 'w').write(str(left.pid)); os.kill(os.getppid(), signal.SIGKILL)"
+        )
+        argv = [sys.executable, "-c", kills]
+        code, *_ = execute(argv, name="x", cwd=tmp_path, env={**os.environ}, limit_s=60, most_bytes=1)
+        assert code == -9
+        wait_until(lambda: not _lives((tmp_path / "left").read_text()), "what was left")
+
     def test_a_program_that_died_of_a_signal_says_so(self, tmp_path: Path) -> None:
         dies = [sys.executable, "-c", "import os; os.kill(os.getpid(), 11)"]
         code, *_ = execute(dies, name="x", cwd=tmp_path, env={}, limit_s=60, most_bytes=1)
