@@ -7,7 +7,6 @@ that a log of any length takes no more memory than a message.
 from __future__ import annotations
 
 import base64
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,13 +14,15 @@ from typing import Any
 from orchestrator.forensics.captures import Capture, read_capture
 from orchestrator.forensics.growth import Growth, Series, steady_growth
 from orchestrator.forensics.messages import Finder, Found
-from orchestrator.outcome import Record
+from orchestrator.outcome import Record, proc_of
 from orchestrator.supervisor import ranks
 from orchestrator.text import gib, printable
+from orchestrator.told_values import mappings, scaled_size, size
 
 __all__ = ["Evidence", "Told"]
 
 MOST_CAPTURES = 16
+MOST_STREAMS = 1024
 MOST_STRANGERS = 5
 MOST_SERIES = 64
 MOST_VALUES = 4096
@@ -79,15 +80,15 @@ class Evidence:
             self._read_output(record)
         elif kind == "exception":
             if isinstance(name := record.get("type"), str):
-                self._exceptions.setdefault(_proc(record), f"{name}: {record.get('message') or ''}")
+                self._read_exception(name, record)
         elif kind == "event" and isinstance(event := record.get("event"), Mapping):
-            self._read_event(event, _proc(record))
+            self._read_event(event, proc_of(record))
         elif kind == "oom":
-            self._capture(record, _proc(record))
+            self._capture(record, proc_of(record))
         elif kind == "facts":
             self._read_facts(record)
         elif kind in ("cards", "gpus"):
-            for card in _mappings(record.get("cards")):
+            for card in mappings(record.get("cards")):
                 self._read_card(card, is_sample=kind == "gpus")
         elif kind == "stranger":
             self._read_stranger(record)
@@ -119,62 +120,61 @@ class Evidence:
                 piece = base64.b64decode(record.get("b64") or "").decode("utf-8", "backslashreplace")
             except (ValueError, TypeError):
                 return
-        self._finders.setdefault((_proc(record), stream), Finder()).feed(piece)
+        key = proc_of(record), stream
+        if key in self._finders or len(self._finders) < MOST_STREAMS:
+            self._finders.setdefault(key, Finder()).feed(piece)
+
+    def _read_exception(self, name: str, record: Record) -> None:
+        if len(self._exceptions) < MOST_STREAMS:
+            self._exceptions.setdefault(proc_of(record), f"{name}: {record.get('message') or ''}")
 
     def _read_event(self, event: Mapping[str, Any], proc: str) -> None:
         if event.get("kind") == "oom":
             self._capture(event, proc)
-        name, value = event.get("name"), event.get("value")
-        if event.get("kind") == "metric" and isinstance(name, str) and isinstance(value, int | float):
-            unit = next((size for ending, size in _UNITS.items() if name.endswith(ending)), None)
-            is_current = "allocated" in name or "reserved" in name
-            if unit is not None and is_current and "peak" not in name and math.isfinite(value):
-                whose = name if proc == ranks.MAIN else f"{proc}: {name}"
-                self._add(whose, int(value * unit))
+        if event.get("kind") == "metric" and isinstance(name := event.get("name"), str):
+            self._read_metric(name, event.get("value"), proc)
+
+    def _read_metric(self, name: str, value: Any, proc: str) -> None:
+        unit = next((unit for ending, unit in _UNITS.items() if name.endswith(ending)), None)
+        is_current = "allocated" in name or "reserved" in name
+        if unit is not None and is_current and "peak" not in name:
+            self._add(name if proc == ranks.MAIN else f"{proc}: {name}", scaled_size(value, unit))
 
     def _capture(self, event: Mapping[str, Any], proc: str) -> None:
         self._captures = [*self._captures, read_capture(event, proc=proc)][-MOST_CAPTURES:]
 
     def _read_facts(self, record: Record) -> None:
-        self._cards = self._cards or tuple(_mappings(record.get("devices")))
-        for limit in _mappings(record.get("memory_limit")):
-            index, size = limit.get("index"), limit.get("allocator_bytes")
-            if type(index) is int and type(size) is int:
-                self._limits.setdefault(index, size)
+        self._cards = self._cards or tuple(mappings(record.get("devices")))
+        for limit in mappings(record.get("memory_limit")):
+            index, limit_bytes = size(limit.get("index")), size(limit.get("allocator_bytes"))
+            if index is not None and limit_bytes is not None:
+                self._limits.setdefault(index, limit_bytes)
 
     def _read_card(self, card: Mapping[str, Any], *, is_sample: bool) -> None:
-        uuid, used = card.get("uuid"), card.get("used_mib")
+        uuid = card.get("uuid")
         if not isinstance(uuid, str):
             return
-        if not is_sample:
+        if is_sample:
+            used_bytes = scaled_size(card.get("used_mib"), _MIB)
+            self._add(f"memory in use on {self._names.get(uuid, uuid)}", used_bytes)
+        elif len(self._names) < MOST_SERIES:
             self._names[uuid] = f"card {card.get('index')} ({card.get('name')})"
-        elif type(used) is int:
-            self._add(f"memory in use on {self._names.get(uuid, uuid)}", used * _MIB)
 
     def _read_stranger(self, record: Record) -> None:
-        used, argv = record.get("used_mib"), record.get("argv")
+        used_bytes, argv = scaled_size(record.get("used_mib"), _MIB), record.get("argv")
         words = " ".join(map(str, argv)) if isinstance(argv, list) else ""
-        holds = f" with {gib(used * _MIB)}" if type(used) is int else ""
+        holds = "" if used_bytes is None else f" with {gib(used_bytes)}"
         text = printable(
             f"a stranger came onto the card meanwhile{holds}: process {record.get('pid')} {words}"
         )
         if len(self._strangers) < MOST_STRANGERS:
             self._strangers.append(text[:200].rstrip())
 
-    def _add(self, name: str, value: int) -> None:
+    def _add(self, name: str, value: int | None) -> None:
         """Keeps every so many values of a long series, and the last."""
-        if name not in self._series and len(self._series) == MOST_SERIES:
+        if value is None or (name not in self._series and len(self._series) == MOST_SERIES):
             return
         values = self._series.setdefault(name, [])
         if len(values) == MOST_VALUES:
             del values[1::2]
         values.append(value)
-
-
-def _proc(record: Record) -> str:
-    proc = record.get("proc")
-    return proc if isinstance(proc, str) else ranks.MAIN
-
-
-def _mappings(value: Any) -> list[Mapping[str, Any]]:
-    return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []

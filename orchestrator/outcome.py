@@ -15,6 +15,7 @@ from orchestrator.lifecycle import State
 from orchestrator.memory_held import Held, read_held
 from orchestrator.supervisor import ranks
 from orchestrator.text import gib
+from orchestrator.told_values import items, mappings, text
 
 Record = Mapping[str, Any]
 
@@ -198,30 +199,30 @@ def _read_prepared(found: dict[str, Any], record: Record) -> None:
     """Says which environments the run uses; of the one that it makes itself there is nothing to say."""
     found["prepared"] = tuple(
         f"{item.get('file')}, by run {item.get('by')}, digest {str(item.get('digest'))[:12]}"
-        for item in _mappings(record.get("environments"))[:MOST_NOTES]
+        for item in mappings(record.get("environments"), MOST_NOTES)
     )
 
 
 def _read_facts(found: dict[str, Any], record: Record) -> None:
     """A process tells its facts piece by piece, each when it is known."""
-    proc = _proc(record)
+    proc = proc_of(record)
     for name in ("python", "torch", "allocator"):
-        if text := _text(record.get(name)):
-            found.setdefault(name, text)
+        if value := text(record.get(name)):
+            found.setdefault(name, value)
     if isinstance(settings := record.get("allocator_settings"), Mapping):
         found.setdefault("allocator_settings", settings)
-    if devices := tuple(map(_device, _mappings(record.get("devices")))):
+    if devices := tuple(map(_device, mappings(record.get("devices")))):
         found.setdefault("devices", devices)
-    limits = [_memory_limit(proc, item) for item in _mappings(record.get("memory_limit"))]
-    told = {"allocator": _text(record.get("allocator")), "devices": devices, "memory_limit": limits}
+    limits = [_memory_limit(proc, item) for item in mappings(record.get("memory_limit"))]
+    told = {"allocator": text(record.get("allocator")), "devices": devices, "memory_limit": limits}
     found["proofs"] |= {(proc, name) for name, value in told.items() if value}
-    if peaks := tuple(_peak(proc, item) for item in _mappings(record.get("peak_memory"))):
+    if peaks := tuple(_peak(proc, item) for item in mappings(record.get("peak_memory"))):
         found["peaks"][_rank(proc)] = peaks
     found["limits"] |= {(_rank(proc), limit.index): limit for limit in limits if limit.allocator_bytes}
     whose = "" if proc == ranks.MAIN else f"{proc}: "
-    wrong = (f"{whose}{text}" for text in _list(record.get("mismatches")))
+    wrong = (f"{whose}{wrong}" for wrong in items(record.get("mismatches")))
     found["mismatches"] = tuple(dict.fromkeys((*found.get("mismatches", ()), *wrong)))[:MOST_NOTES]
-    _note(found, _text(record.get("instrument_error")))
+    _note(found, text(record.get("instrument_error")))
 
 
 def _unproven(asked: Mapping[str, Any], proofs: set[tuple[str, str]]) -> Iterable[str]:
@@ -246,7 +247,7 @@ def _unproven(asked: Mapping[str, Any], proofs: set[tuple[str, str]]) -> Iterabl
 def _read_segment(found: dict[str, Any], record: Record) -> None:
     if isinstance(job := record.get("job"), Mapping):
         found["asked"] = {
-            "alloc_conf": _text(job.get("alloc_conf")),
+            "alloc_conf": text(job.get("alloc_conf")),
             "devices": job.get("devices"),
             "processes": min(max(_integer(job.get("processes")) or 1, 1), ranks.MOST_RANKS),
             "memory_limit_bytes": _integer(job.get("memory_limit_bytes")),
@@ -258,7 +259,7 @@ def _read_seal(found: dict[str, Any], _record: Record) -> None:
 
 
 def _read_code_changed(found: dict[str, Any], record: Record) -> None:
-    files = ", ".join(map(str, _list(record.get("files"))))
+    files = ", ".join(map(str, items(record.get("files"))))
     _note(found, f"the payload changed its own code while it ran: {files}")
 
 
@@ -267,13 +268,13 @@ def _read_event(found: dict[str, Any], record: Record) -> None:
     if not isinstance(event, Mapping):
         return
     if event.get("kind") == "metric" and isinstance(event.get("name"), str):
-        value, rank = _number(event.get("value")), _rank(_proc(record))
+        value, rank = _number(event.get("value")), _rank(proc_of(record))
         told = found["metrics"].setdefault(rank, {})
         told[event["name"]] = math.nan if value is None else value
-    if event.get("kind") == "memory" and (held := read_held(_proc(record), event)) is not None:
+    if event.get("kind") == "memory" and (held := read_held(proc_of(record), event)) is not None:
         found["held"][_rank(held.proc), held.index] = held
     if event.get("kind") == "warning":
-        _note(found, f"the payload warns: {_text(event.get('about'))}: {_text(event.get('message'))}")
+        _note(found, f"the payload warns: {text(event.get('about'))}: {text(event.get('message'))}")
 
 
 def _read_event_refused(found: dict[str, Any], record: Record) -> None:
@@ -281,15 +282,15 @@ def _read_event_refused(found: dict[str, Any], record: Record) -> None:
 
 
 def _read_exception(found: dict[str, Any], record: Record) -> None:
-    kind, proc = _text(record.get("type")), _proc(record)
+    kind, proc = text(record.get("type")), proc_of(record)
     if kind is None:
         return
     known = found["exceptions"].get(proc)
     if known is None or (is_oom_type(kind) and not is_oom_type(known["exception_type"])):
         found["exceptions"][proc] = {
             "exception_type": kind,
-            "exception_message": _text(record.get("message")),
-            "missing_module": _text(record.get("missing_module")),
+            "exception_message": text(record.get("message")),
+            "missing_module": text(record.get("missing_module")),
             "exception_proc": None if proc == ranks.MAIN else proc,
         }
 
@@ -309,7 +310,7 @@ def is_oom_type(kind: str) -> bool:
 
 def _read_exit(found: dict[str, Any], record: Record) -> None:
     if (_integer(record.get("oom_kill")) or 0) > 0:
-        found["oom_kill"] = _text(record.get("oom_scope")) or "host"
+        found["oom_kill"] = text(record.get("oom_scope")) or "host"
     usage = record.get("rusage")
     peak = _integer(usage.get("peak_rss_bytes")) if isinstance(usage, Mapping) else None
     found["peak_rss_bytes"] = max(filter(None, (found.get("peak_rss_bytes"), peak)), default=None)
@@ -325,7 +326,7 @@ def _read_cut(found: dict[str, Any], record: Record) -> None:
 
 
 def _read_pipe_held(found: dict[str, Any], record: Record) -> None:
-    proc = _proc(record)
+    proc = proc_of(record)
     whose, who = ("the", "the main process") if proc == ranks.MAIN else (f"{proc}'s", "it")
     for process in _processes(record.get("holders")):
         _note(found, f"kept {whose} output open after {who} had ended: {process}")
@@ -337,16 +338,16 @@ def _read_leftover(found: dict[str, Any], record: Record) -> None:
 
 
 def _read_cards(found: dict[str, Any], record: Record) -> None:
-    for card in _mappings(record.get("cards")):
+    for card in mappings(record.get("cards")):
         name = f"card {card.get('index')} ({card.get('name')})"
-        found.setdefault("card_names", {})[_text(card.get("uuid"))] = name
+        found.setdefault("card_names", {})[text(card.get("uuid"))] = name
 
 
 def _read_gpus(found: dict[str, Any], record: Record) -> None:
-    if fault := _text(record.get("fault")):
+    if fault := text(record.get("fault")):
         _note(found, f"a card stopped answering while the run went on: {fault}")
-    for card in _mappings(record.get("cards")):
-        sums = found.setdefault("sampled", {}).setdefault(_text(card.get("uuid")) or "?", _Samples())
+    for card in mappings(record.get("cards")):
+        sums = found.setdefault("sampled", {}).setdefault(text(card.get("uuid")) or "?", _Samples())
         sums.add(card)
 
 
@@ -382,19 +383,19 @@ def _card_use(uuid: str, name: str, sums: _Samples) -> CardUse:
 def _read_stranger(found: dict[str, Any], record: Record) -> None:
     used_mib = _integer(record.get("used_mib"))
     used = "" if used_mib is None else f", {used_mib / 1024:.1f} GiB"
-    process = " ".join(map(str, [record.get("pid"), *_list(record.get("argv"))]))
-    uuid = _text(record.get("uuid")) or "?"
+    process = " ".join(map(str, [record.get("pid"), *items(record.get("argv"))]))
+    uuid = text(record.get("uuid")) or "?"
     card = found.get("card_names", {}).get(uuid, uuid)
     _note(found, f"another process used {card} meanwhile: {process}{used}")
 
 
 def _read_end(found: dict[str, Any], record: Record) -> None:
     found.update(
-        end=_text(record.get("outcome")),
+        end=text(record.get("outcome")),
         exit_code=_integer(record.get("code")),
         signal=_integer(record.get("signal")),
-        reason=_text(record.get("reason")),
-        first_proc=_text(record.get("proc")),
+        reason=text(record.get("reason")),
+        first_proc=text(record.get("proc")),
         survivors=_processes(record.get("survivors")),
         ended_t=_number(record.get("t")),
         is_end_sealed=False,
@@ -423,17 +424,17 @@ _READERS = {
 }
 
 
-def _note(found: dict[str, Any], text: str | None) -> None:
+def _note(found: dict[str, Any], note: str | None) -> None:
     notes = found.get("notes", ())
-    if text and text not in notes and len(notes) < MOST_NOTES:
-        found["notes"] = (*notes, text)
+    if note and note not in notes and len(notes) < MOST_NOTES:
+        found["notes"] = (*notes, note)
 
 
 def _device(item: Record) -> Device:
     return Device(
         index=_integer(item.get("index")) or 0,
-        name=_text(item.get("name")) or "?",
-        uuid=_text(item.get("uuid")) or "?",
+        name=text(item.get("name")) or "?",
+        uuid=text(item.get("uuid")) or "?",
         total_bytes=_integer(item.get("total_bytes")),
     )
 
@@ -447,9 +448,9 @@ def _memory_limit(proc: str, item: Record) -> MemoryLimit:
     )
 
 
-def _proc(record: Record) -> str:
+def proc_of(record: Record) -> str:
     """Returns which process a record is about."""
-    return _text(record.get("proc")) or ranks.MAIN
+    return text(record.get("proc")) or ranks.MAIN
 
 
 def _rank(proc: str) -> int:
@@ -469,19 +470,7 @@ def _peak(proc: str, item: Record) -> Peak:
 
 def _processes(value: Any) -> tuple[str, ...]:
     """Returns one description for each process, of which the supervisor gives pid and argv."""
-    return tuple(" ".join(map(str, [item.get("pid"), *_list(item.get("argv"))])) for item in _mappings(value))
-
-
-def _mappings(value: Any) -> list[Record]:
-    return [item for item in _list(value) if isinstance(item, Mapping)]
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) else None
+    return tuple(" ".join(map(str, [item.get("pid"), *items(item.get("argv"))])) for item in mappings(value))
 
 
 def _integer(value: Any) -> int | None:

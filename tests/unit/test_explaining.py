@@ -20,6 +20,7 @@ from orchestrator.explain_view import explanation_json, explanation_lines, remed
 from orchestrator.forensics.explain import Explanation
 from orchestrator.ledger import RunRow
 from orchestrator.lifecycle import State
+from orchestrator.memory_evidence import MOST_STREAMS, Evidence
 from orchestrator.supervisor.records import RecordWriter
 from orchestrator.workspace import Workspace
 from tests.estimates import ESTIMATE
@@ -237,6 +238,49 @@ class TestWhatRecordsTell:
         ]
         a_failed_run(workspace, "peaks", [*peaks, raised(small)])
         assert explained(workspace, "peaks").cause.name != found.cause.name, "a peak only ever rises"
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("allocated_gib", 1e305),
+            ("allocated_gib", 10**400),
+            ("allocated_bytes", 2**63),
+            ("reserved_mib", -1),
+            ("allocated_gib", True),
+        ],
+        ids=["float", "integer", "column", "negative", "bool"],
+    )
+    def test_metrics_that_no_card_could_hold_are_left_out(
+        self, workspace: Workspace, name: str, value: float
+    ) -> None:
+        steps = [("event", {"event": {"kind": "metric", "name": name, "value": value}})] * 20
+        a_failed_run(workspace, "r", [*steps, raised(PLAIN)])
+        assert explained(workspace, "r").cause.name == "too large"
+
+    @pytest.mark.parametrize("used", [10**400, -1, True, "many"], ids=["integer", "negative", "bool", "text"])
+    def test_sizes_that_no_card_could_hold_are_left_out(self, workspace: Workspace, used: Any) -> None:
+        records = [
+            ("cards", {"cards": [{"uuid": "GPU-1", "index": 0, "name": "H200"}]}),
+            *[("gpus", {"cards": [{"uuid": "GPU-1", "used_mib": used}]})] * 20,
+            ("facts", {"memory_limit": [{"index": 0, "allocator_bytes": used}, {"index": used}]}),
+            ("stranger", {"uuid": "GPU-1", "pid": 7, "argv": ["serve"], "used_mib": used}),
+            raised(PLAIN),
+        ]
+        a_failed_run(workspace, "r", records)
+        found = explained(workspace, "r")
+        assert found.balance.limit_bytes is None
+        assert "a stranger came onto the card meanwhile: process 7 serve" in found.notes
+
+    def test_names_of_processes_without_end_take_no_memory_without_end(self) -> None:
+        evidence = Evidence()
+        for number in range(3000):
+            proc = f"p{number}"
+            evidence.read({"kind": "out", "proc": proc, "stream": "stderr", "text": "step\n"})
+            evidence.read({"kind": "exception", "proc": proc, "type": "E", "message": "x"})
+        evidence.read({"kind": "out", "proc": "p0", "stream": "stderr", "text": f"{PLAIN}\n"})
+        told = evidence.told()
+        assert len(told.found) == len(told.exceptions) == MOST_STREAMS
+        assert told.output_of(None)[0] == "p0.stderr", "those that are known are read to their end"
 
     def test_the_run_s_own_memory_limit_is_named(self, workspace: Workspace) -> None:
         limit = {"index": 0, "limit_bytes": 96 * GIB, "allocator_bytes": 90 * GIB, "problem": None}
