@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from orchestrator.told_values import mappings, size, text
+
 __all__ = ["Held", "read_held"]
 
 MOST_OWNERS = 64
-_MOST_BYTES = 2**63
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,23 +33,18 @@ class Held:
 
 def read_held(proc: str, event: Mapping[str, Any]) -> Held | None:
     """Returns what an event says; None where it says nothing that could be believed."""
-    peak_bytes, owners = _size(event.get("peak_allocated_bytes")), event.get("owners")
+    peak_bytes, owners = size(event.get("peak_allocated_bytes")), event.get("owners")
     if peak_bytes is None or not isinstance(owners, list):
         return None
     by_category: dict[str, int] = {}
-    for owner in owners[:MOST_OWNERS]:
-        if isinstance(owner, Mapping) and isinstance(category := owner.get("category"), str):
-            by_category[category] = by_category.get(category, 0) + (_size(owner.get("bytes")) or 0)
-    reason = event.get("reason")
+    for owner in mappings(owners, MOST_OWNERS):
+        if (category := text(owner.get("category"))) is not None:
+            by_category[category] = by_category.get(category, 0) + (size(owner.get("bytes")) or 0)
     return Held(
         proc=proc,
-        index=_size(event.get("device")) or 0,
+        index=size(event.get("device")) or 0,
         peak_allocated_bytes=peak_bytes,
         by_category=by_category,
         is_whole=event.get("is_whole") is True,
-        reason=reason if isinstance(reason, str) else None,
+        reason=text(event.get("reason")),
     )
-
-
-def _size(value: Any) -> int | None:
-    return value if type(value) is int and 0 <= value < _MOST_BYTES else None

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.text import printable
+from orchestrator.told_values import items, mappings, size
 
 MOST_ENTRIES = 64
 _MOST_CHARACTERS = 300
-_MOST_BYTES = 2**63
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,18 +84,18 @@ def read_capture(event: Mapping[str, Any], *, proc: str) -> Capture:
     """Returns what an ``oom`` event says."""
     return Capture(
         proc=proc,
-        **{name: _size(event.get(name)) for name in _SIZES},
-        device=_size(event.get("device")),
-        retries=_size(event.get("retries")),
-        stack=tuple(filter(None, map(_text, _list(event.get("stack"))))),
+        **{name: size(event.get(name)) for name in _SIZES},
+        device=size(event.get("device")),
+        retries=size(event.get("retries")),
+        stack=tuple(filter(None, map(_text, items(event.get("stack"), MOST_ENTRIES)))),
         module=_text(event.get("module")),
         autograd_node=_text(event.get("autograd_node")),
         phase=_text(event.get("phase")),
         owners=_sorted(map(_owner, _mappings(event.get("owners")))),
         modules=tuple(
-            (name, size)
+            (name, size_bytes)
             for item in _mappings(event.get("modules"))
-            if (name := _text(item.get("module"))) and (size := _size(item.get("bytes"))) is not None
+            if (name := _text(item.get("module"))) and (size_bytes := size(item.get("bytes"))) is not None
         ),
         largest=tuple(map(_block, _mappings(event.get("largest")))),
         processes=tuple(map(_process, _mappings(event.get("processes")))),
@@ -121,19 +121,19 @@ def _sorted(owners: Any) -> tuple[Owner, ...]:
 def _owner(item: Mapping[str, Any]) -> Owner:
     return Owner(
         category=_text(item.get("category")) or "unnamed",
-        size_bytes=_size(item.get("bytes")) or 0,
-        blocks=_size(item.get("blocks")),
+        size_bytes=size(item.get("bytes")) or 0,
+        blocks=size(item.get("blocks")),
     )
 
 
 def _block(item: Mapping[str, Any]) -> Block:
     shape = item.get("shape")
-    sizes = [_size(value) for value in shape[:16]] if isinstance(shape, list) else [None]
+    sizes = [size(value) for value in items(shape, 16)] if isinstance(shape, list) else [None]
     return Block(
-        size_bytes=_size(item.get("bytes")) or 0,
+        size_bytes=size(item.get("bytes")) or 0,
         category=_text(item.get("category")) or "unnamed",
         name=_text(item.get("name")),
-        shape=tuple(size for size in sizes if size is not None) if None not in sizes else None,
+        shape=tuple(each for each in sizes if each is not None) if None not in sizes else None,
         dtype=_text(item.get("dtype")),
         module=_text(item.get("module")),
         where=_text(item.get("where")),
@@ -142,24 +142,16 @@ def _block(item: Mapping[str, Any]) -> Block:
 
 def _process(item: Mapping[str, Any]) -> Process:
     return Process(
-        pid=_size(item.get("pid")) or 0,
+        pid=size(item.get("pid")) or 0,
         name=_text(item.get("name")),
-        used_bytes=_size(item.get("used_bytes")),
+        used_bytes=size(item.get("used_bytes")),
         is_own=item.get("is_own") is True,
     )
 
 
 def _mappings(value: Any) -> list[Mapping[str, Any]]:
-    return [item for item in _list(value) if isinstance(item, Mapping)]
-
-
-def _list(value: Any) -> list[Any]:
-    return value[:MOST_ENTRIES] if isinstance(value, list) else []
+    return mappings(value, MOST_ENTRIES)
 
 
 def _text(value: Any) -> str | None:
     return printable(value[:_MOST_CHARACTERS]) if isinstance(value, str) and value else None
-
-
-def _size(value: Any) -> int | None:
-    return value if type(value) is int and 0 <= value < _MOST_BYTES else None
