@@ -20,6 +20,7 @@ from orchestrator.forensics.causes import (
     cause_of,
     contributing,
 )
+from orchestrator.forensics.making import being_made
 from orchestrator.forensics.message_kinds import DEVICE_ALLOCATOR, RECOVERABLE
 from orchestrator.forensics.messages import Found, OomMessage
 from orchestrator.forensics.naming import Candidate, Naming
@@ -147,7 +148,7 @@ def _answer(cause: Cause, balance: Balance, naming: Naming | None, capture: Capt
         what = f"{probably}{best.text}, {_asked_text(balance)} asked"
         return f"out of memory: {what}; {cause.sentence}"
     if balance.asked_bytes is not None and cause.name in _OF_ASKED:
-        where = "" if capture is None else _where(capture)
+        where = "" if capture is None else _for_what(capture) + _where(capture)
         is_nothing = naming is not None and not naming.candidates
         nothing = ", the size of nothing that these parameters make" if is_nothing else ""
         return f"out of memory: {_asked_text(balance)} asked{where}{nothing}; {cause.sentence}"
@@ -172,6 +173,11 @@ def _declared_remedy(naming: Naming | None) -> Mapping[str, Any] | None:
 
 def _asked_text(balance: Balance) -> str:
     return balance.asked_text or gib(balance.asked_bytes or 0)
+
+
+def _for_what(capture: Capture) -> str:
+    made = being_made(capture)
+    return "" if made is None else f" for {made}"
 
 
 def _where(capture: Capture) -> str:
