@@ -53,8 +53,7 @@ def short_lines(found: Explanation, run_id: str, most_lines: int = MOST_SHORT_LI
     """Returns the answer with what matters most, in at most so many lines, the last of which says where to
     read on.
     """
-    free = [line for line in found.asked if "free by the driver" in line]
-    tensor = _short_tensor(found)
+    tensor, free = _short_tensor(found), filter(None, [found.balance.free_text])
     held = [line.strip() for line in found.held[:3]]
     advice = list(_remedies(found))[:1]
     lines = [found.answer, *tensor, *free, *held, *found.cause.evidence[:1], *advice]
@@ -68,8 +67,7 @@ def _short_tensor(found: Explanation) -> list[str]:
         return list(found.tensor[:1])
     best = found.naming.candidates[0]
     if found.naming.not_this_run:
-        where = [line for line in best.evidence if line.startswith(f"of {best.label}")]
-        return [*where, *found.naming.ruled_out[:2]]
+        return [*filter(None, [best.whose]), *found.naming.ruled_out[:2]]
     return list(best.evidence[:3])
 
 

@@ -17,13 +17,13 @@ from functools import lru_cache
 from orchestrator.errors import UsageError
 from orchestrator.text import quoted
 
-__all__ = ["MIB", "AskedSize", "asked_exactly", "asked_from_message", "asked_from_text", "size_as_torch"]
+__all__ = ["UNITS", "AskedSize", "asked_exactly", "asked_from_message", "asked_from_text", "size_as_torch"]
 
 KIB, MIB, GIB, TIB = 1024, 1024**2, 1024**3, 1024**4
 _BLOCK = 512  # every request is rounded up to it
 _SMALL_REQUEST, _SMALL_SEGMENT = MIB, 2 * MIB
 _LARGE_REQUEST, _LARGE_SEGMENT = 10 * MIB, 20 * MIB
-_UNITS = {"bytes": 1, "B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB}
+UNITS = {"bytes": 1, "B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB}
 _SPELT = re.compile(r"\s*(\d{1,18})(?:\.(\d{1,12}))?\s*(bytes|B|KiB|MiB|GiB|TiB)\s*")
 # Tensors lie between these: what a size that is met by chance is measured against.
 _LEAST_EXPECTED, _MOST_EXPECTED = 512, 128 * GIB
@@ -65,7 +65,7 @@ def asked_from_text(text: str) -> AskedSize:
     match = _SPELT.fullmatch(text)
     if match is None:
         raise UsageError(f"{quoted(text)} is no size as torch prints it, such as 15.09 GiB or 512 bytes")
-    whole, decimals, unit = match[1], match[2] or "", _UNITS[match[3]]
+    whole, decimals, unit = match[1], match[2] or "", UNITS[match[3]]
     scale = 10 ** len(decimals)
     twice = 2 * int(whole + decimals)
     if unit == 1 and not decimals:

@@ -68,7 +68,6 @@ class Capture:
     allocated_bytes: int | None
     reserved_bytes: int | None
     largest_free_bytes: int | None
-    retries: int | None
     stack: tuple[str, ...]
     module: str | None
     autograd_node: str | None
@@ -86,7 +85,6 @@ def read_capture(event: Mapping[str, Any], *, proc: str) -> Capture:
         proc=proc,
         **{name: size(event.get(name)) for name in _SIZES},
         device=size(event.get("device")),
-        retries=size(event.get("retries")),
         stack=tuple(filter(None, map(_text, items(event.get("stack"), MOST_ENTRIES)))),
         module=_text(event.get("module")),
         autograd_node=_text(event.get("autograd_node")),

@@ -14,7 +14,12 @@ from typing import Any
 from orchestrator.forensics.asked import AskedSize, asked_exactly, asked_from_message, asked_from_text
 from orchestrator.forensics.captures import Capture
 from orchestrator.forensics.causes import (
+    FRAGMENTATION,
+    KERNEL_SHARED,
+    LEAK,
+    LIMIT,
     OTHER_PROCESS,
+    TOO_LARGE,
     Cause,
     Surroundings,
     cause_of,
@@ -23,14 +28,12 @@ from orchestrator.forensics.causes import (
 from orchestrator.forensics.making import being_made
 from orchestrator.forensics.message_kinds import DEVICE_ALLOCATOR, RECOVERABLE
 from orchestrator.forensics.messages import Found, OomMessage
-from orchestrator.forensics.naming import Candidate, Naming
+from orchestrator.forensics.naming import LIKELY, Candidate, Naming
 from orchestrator.forensics.numbers import Balance, balance_of
 from orchestrator.forensics.outlook import Outlook, Remedy, foreseen, remedies_of
 from orchestrator.text import gib
 
 __all__ = ["Explanation", "Facts", "asked_size", "explain", "failure_of"]
-
-LIKELY = 0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,8 +42,9 @@ class Facts:
 
     ``ended_by`` is the message of the exception that ended the run, ``found`` are those in its output.
     ``naming`` is of the size that was asked for, ``first_naming`` of the first message where that is another
-    one; ``unnamed_why`` says why there is none. ``allocator_bytes`` is what torch was held to. ``proc`` is
-    the rank that it was, None where there is one process.
+    one; ``unnamed_why`` says why there is none, ``shapes_notes`` what the payload says of the parameters.
+    ``allocator_bytes`` is what torch was held to. ``proc`` is the rank that it was, None where there is one
+    process.
     """
 
     proc: str | None = None
@@ -52,6 +56,7 @@ class Facts:
     naming: Naming | None = None
     first_naming: Naming | None = None
     unnamed_why: str | None = None
+    shapes_notes: tuple[str, ...] = ()
     outlook: Outlook | None = None
 
 
@@ -144,8 +149,7 @@ def _answer(cause: Cause, balance: Balance, naming: Naming | None, capture: Capt
         return f"this log may not be this configuration's: {naming.summary}"
     best = _best(naming)
     if best is not None and balance.asked_bytes is not None:
-        probably = "" if best.confidence >= 0.9 else "probably "
-        what = f"{probably}{best.text}, {_asked_text(balance)} asked"
+        what = f"{best.doubt}{best.text}, {_asked_text(balance)} asked"
         return f"out of memory: {what}; {cause.sentence}"
     if balance.asked_bytes is not None and cause.name in _OF_ASKED:
         where = "" if capture is None else _for_what(capture) + _where(capture)
@@ -155,8 +159,8 @@ def _answer(cause: Cause, balance: Balance, naming: Naming | None, capture: Capt
     return f"out of memory: {cause.sentence}" if cause.name not in _SELF_SPEAKING else cause.sentence
 
 
-_OF_ASKED = frozenset({"too large", "fragmentation", OTHER_PROCESS, "leak across iterations", "memory limit"})
-_SELF_SPEAKING = frozenset({"shared memory of a kernel"})
+_OF_ASKED = frozenset({TOO_LARGE, FRAGMENTATION, OTHER_PROCESS, LEAK, LIMIT})
+_SELF_SPEAKING = frozenset({KERNEL_SHARED})
 
 
 def _best(naming: Naming | None) -> Candidate | None:
@@ -199,9 +203,8 @@ def _asked(
         phase = f", in {capture.phase}" if capture is not None and capture.phase else ""
         rank = "" if facts.proc is None else f", by {facts.proc}"
         yield f"{_asked_text(balance)}{card}{phase}{rank}"
-    if balance.free_bytes is not None:
-        of = "" if balance.capacity_bytes is None else f" of {gib(balance.capacity_bytes)}"
-        yield f"{gib(balance.free_bytes)}{of} free by the driver"
+    if balance.free_text is not None:
+        yield balance.free_text
     if balance.limit_bytes is not None:
         yield f"torch may take {gib(balance.limit_bytes)} of it"
     if capture is not None:
@@ -223,6 +226,7 @@ def _held(balance: Balance, capture: Capture | None) -> Iterator[str]:
         for owner in capture.owners:
             blocks = "" if owner.blocks is None else f" in {owner.blocks} blocks"
             yield f"  {owner.category}: {gib(owner.size_bytes)}{blocks}"
+        yield from (f"  made in module {name}: {gib(size)}" for name, size in capture.modules[:5])
         for block in capture.largest[:5]:
             shape = "" if block.shape is None else f" {list(block.shape)} {block.dtype or ''}".rstrip()
             whose = block.name or block.module or block.category
@@ -272,6 +276,7 @@ def _notes(facts: Facts, message: OomMessage | None) -> Iterator[str]:
         yield f"the first of {facts.found.count} messages{line} is another one: {what}: {first.text}"
         if facts.first_naming is not None and facts.first_naming.candidates:
             yield f"there: {facts.first_naming.summary}"
+    yield from (f"of these parameters the payload says: {note}" for note in facts.shapes_notes)
 
 
 def _differs(first: OomMessage, other: OomMessage) -> bool:

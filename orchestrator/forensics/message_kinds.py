@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from orchestrator.forensics.message_text import UNITS
+from orchestrator.forensics.asked import UNITS
 
 DEVICE_ALLOCATOR = "device allocator"
 OUTSIDE = "outside the allocator"

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 
-UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+from orchestrator.forensics.asked import UNITS
+
 SIZE = r"(?P<{name}>\d{{1,18}}(?:\.\d{{1,12}})?(?:bytes|[KMGT]iB))"
 _NONE_FROM = 2**63  # a limit that is none is printed as what is left of it
 

@@ -19,19 +19,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from orchestrator.forensics.asked import AskedSize
-from orchestrator.forensics.evidence import (
+from orchestrator.forensics.fits import Fit, Way, find_fits
+from orchestrator.forensics.reasons import (
     ADMITTED,
     difference_text,
     differences,
-    evidence,
     may_be,
     nearest,
+    reasons,
     why_not,
 )
-from orchestrator.forensics.fits import Fit, Solved, Way, find_fits
 from orchestrator.forensics.shapes import ShapeSet, TensorShape
 
-__all__ = ["Candidate", "Naming", "Solved", "Way", "name_tensor"]
+__all__ = ["LIKELY", "Candidate", "Naming", "name_tensor"]
 
 MOST_CANDIDATES, MOST_LABELS, LEAST_CONFIDENCE = 8, 3, 0.02
 LEAST_AGAINST_CHANCE = 0.3  # what is hardly likelier than chance is no answer
@@ -40,6 +40,7 @@ OWN_SHARE = 0.9  # that a message belongs to the run which it is shown for
 # What is not made by these parameters may have been by others from outside, or by code that is not the
 # payload's; first of all where nothing that is made fits.
 NOT_MADE_SHARE, NOT_MADE_ALONE_SHARE = 0.001, 0.004
+CERTAIN, LIKELY = 0.9, 0.5  # confidence, to say so plainly, and to say "probably"
 FOREIGN_FROM = 0.6  # confidence in others' tensors, to say that it is not this run's
 
 
@@ -57,6 +58,17 @@ class Candidate:
     evidence: tuple[str, ...]
     also: tuple[str, ...] = ()
     differences: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+
+    @property
+    def doubt(self) -> str:
+        """The word before its name that its confidence asks for."""
+        likely = "probably " if self.confidence >= LIKELY else "perhaps "
+        return "" if self.confidence >= CERTAIN else likely
+
+    @property
+    def whose(self) -> str | None:
+        """In what the run whose tensor it is differs from this one; None where there is nothing to tell."""
+        return _whose(self.label, self.differences)
 
     @property
     def tensor(self) -> TensorShape:
@@ -97,8 +109,7 @@ class Naming:
         if not self.candidates:
             return f"{self.asked.text} is the size of no tensor that the payload declares"
         best = self.candidates[0]
-        doubt = "" if best.confidence >= 0.9 else "probably " if best.confidence >= 0.5 else "perhaps "
-        line = f"{self.asked.text} is {doubt}{best.text}"
+        line = f"{self.asked.text} is {best.doubt}{best.text}"
         return f"{line}; nothing of this run's parameters has that size" if self.not_this_run else line
 
 
@@ -216,13 +227,17 @@ def _candidate(asked: AskedSize, answer: _Answer, own: ShapeSet | None, total: f
         is_this_run=best.is_own,
         confidence=answer.weight / total,
         evidence=(
-            *evidence(asked, best.fit),
-            *([f"of {best.of.label}, where {difference_text(changed)}"] if changed else []),
+            *reasons(asked, best.fit),
+            *filter(None, [_whose(best.of.label, changed)]),
             *best.fit.tensor.notes,
         ),
         also=tuple(answer.also),
         differences=changed,
     )
+
+
+def _whose(label: str, changed: Mapping[str, tuple[Any, Any]]) -> str | None:
+    return f"of {label}, where {difference_text(changed)}" if changed else None
 
 
 def _ruled_out(

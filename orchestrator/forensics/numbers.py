@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from orchestrator.forensics.captures import Capture
 from orchestrator.forensics.messages import OomMessage
+from orchestrator.text import gib
 
 CONTEXT_BYTES = 2 * 2**30  # at most, of one process: beyond it a process holds more than torch knows of
 _NOISE_BYTES = 64 * 2**20  # two decimals of several numbers in GiB
@@ -49,6 +50,14 @@ class Balance:
     def others_bytes(self) -> int:
         """What other processes hold, as far as it is known."""
         return sum(size for _, size in self.others)
+
+    @property
+    def free_text(self) -> str | None:
+        """What was free by the driver, in words."""
+        if self.free_bytes is None:
+            return None
+        of = "" if self.capacity_bytes is None else f" of {gib(self.capacity_bytes)}"
+        return f"{gib(self.free_bytes)}{of} free by the driver"
 
     @property
     def room_bytes(self) -> int | None:

@@ -10,7 +10,7 @@ from orchestrator.forensics.captures import read_capture
 from orchestrator.forensics.causes import Surroundings
 from orchestrator.forensics.explain import Explanation, Facts, asked_size, explain, failure_of
 from orchestrator.forensics.growth import Series, steady_growth
-from orchestrator.forensics.messages import Found, find
+from orchestrator.forensics.messages import find
 from orchestrator.forensics.naming import name_tensor
 from orchestrator.forensics.outlook import Outlook, Remedy
 from orchestrator.forensics.shapes import ShapeSet, read_shape_set
@@ -277,6 +277,7 @@ class TestWhoHeldTheRest:
                         {"category": "parameter", "bytes": 3 * GIB, "blocks": 58},
                         {"category": "activation", "bytes": 40 * GIB, "blocks": 120},
                     ],
+                    modules=[{"module": "layers.*", "bytes": 38 * GIB}],
                     largest=[
                         {
                             "bytes": 2 * GIB,
@@ -295,6 +296,7 @@ class TestWhoHeldTheRest:
         assert held.index("activation: 40.00 GiB in 120 blocks") < held.index(
             "parameter: 3.00 GiB in 58 blocks"
         )
+        assert "made in module layers.*: 38.00 GiB" in held
         assert "2.00 GiB: lm_head.weight [248320, 5120] bfloat16" in held
 
     def test_a_hostile_event_is_believed_only_as_far_as_its_types(self) -> None:
@@ -394,7 +396,3 @@ class TestGrowth:
 
 def capture(**event: Any) -> Any:
     return read_capture(event, proc="main")
-
-
-def test_found_is_empty_by_itself() -> None:
-    assert Found().first is Found().last is None

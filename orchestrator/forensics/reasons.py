@@ -11,13 +11,13 @@ from orchestrator.forensics.fits import Fit, Way, find_fits, solve
 from orchestrator.forensics.shapes import ShapeSet, TensorShape
 from orchestrator.text import printable
 
-__all__ = ["ADMITTED", "difference_text", "differences", "evidence", "may_be", "nearest", "why_not"]
+__all__ = ["ADMITTED", "difference_text", "differences", "may_be", "nearest", "reasons", "why_not"]
 
 ADMITTED = {Way.DECLARED, Way.SOLVED}  # as the parameters say, at some length of a batch at least
 MOST_DIFFERENCES = 3
 
 
-def evidence(asked: AskedSize, fit: Fit) -> Iterator[str]:
+def reasons(asked: AskedSize, fit: Fit) -> Iterator[str]:
     """Yields what the numbers say, the strongest first."""
     tensor = fit.tensor
     names = " × ".join(dimension.name for dimension in tensor.dimensions)
