@@ -198,6 +198,7 @@ def _named(workspace: Workspace, subject: Subject, facts: Facts) -> Facts:
     return replace(
         facts,
         naming=placed(name_tensor(size, own=own, others=others), () if capture is None else capture.stack),
+        shapes_notes=() if own is None else own.notes,
         first_naming=_naming_of(first, own, others) if first is not None and first != message else None,
     )
 

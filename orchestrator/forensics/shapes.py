@@ -96,11 +96,15 @@ class TensorShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShapeSet:
-    """The tensors of one configuration; ``label`` names whose it is: a run's id, a file."""
+    """The tensors of one configuration; ``label`` names whose it is: a run's id, a file.
+
+    ``notes`` are what the payload says of all of it, such as parameters that it does not know.
+    """
 
     label: str
     tensors: tuple[TensorShape, ...]
     params: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    notes: tuple[str, ...] = ()
 
 
 def read_shape_sets(
@@ -123,9 +127,14 @@ def read_shape_set(values: object, *, label: str, params: Mapping[str, Any]) -> 
     Raises:
         UsageError: it is not of that form; the message says where.
     """
-    tensors = _list(_mapping(values, "a set").get("tensors"), "tensors", most=MOST_TENSORS)
-    read = tuple(_tensor(entry, f"tensors[{index}]") for index, entry in enumerate(tensors))
-    return ShapeSet(label=label, tensors=read, params=MappingProxyType(dict(params)))
+    given = _mapping(values, "a set")
+    tensors = _list(given.get("tensors"), "tensors", most=MOST_TENSORS)
+    return ShapeSet(
+        label=label,
+        tensors=tuple(_tensor(entry, f"tensors[{index}]") for index, entry in enumerate(tensors)),
+        params=MappingProxyType(dict(params)),
+        notes=_notes(given, "notes"),
+    )
 
 
 def _tensor(entry: object, where: str) -> TensorShape:
@@ -134,7 +143,7 @@ def _tensor(entry: object, where: str) -> TensorShape:
     if dtype not in ITEM_BYTES:
         raise UsageError(f"{where}.dtype is {quoted(dtype)}; known: {', '.join(ITEM_BYTES)}")
     dimensions = _list(values.get("dims"), f"{where}.dims", most=MOST_DIMENSIONS)
-    remedy, notes = values.get("remedy"), values.get("notes", [])
+    remedy = values.get("remedy")
     tensor = TensorShape(
         name=_text(values, "name", where),
         category=_text(values, "category", where),
@@ -145,9 +154,7 @@ def _tensor(entry: object, where: str) -> TensorShape:
         count=_count(values, "count", where),
         born=_text(values, "born", where),
         remedy=None if remedy is None else _remedy(remedy, f"{where}.remedy"),
-        notes=tuple(
-            _shown(note, f"{where}.notes") for note in _list(notes, f"{where}.notes", most=MOST_NOTES)
-        ),
+        notes=_notes(values, f"{where}.notes"),
     )
     if tensor.size_bytes != _count(values, "bytes", where):
         raise UsageError(f"{where}.bytes is {values['bytes']}; its dimensions make {tensor.size_bytes}")
@@ -175,6 +182,10 @@ def _free(entry: object, where: str) -> FreeQuantity:
     if free.factor < 1 or free.least > free.most:
         raise UsageError(f"{where} has factor {free.factor} and bounds {free.least} to {free.most}")
     return free
+
+
+def _notes(values: Mapping[str, Any], where: str) -> tuple[str, ...]:
+    return tuple(_shown(note, where) for note in _list(values.get("notes", []), where, most=MOST_NOTES))
 
 
 def _remedy(entry: object, where: str) -> Mapping[str, Any]:

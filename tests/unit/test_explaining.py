@@ -126,6 +126,15 @@ class TestTheLogOfAnotherConfiguration:
             found = explained(runs, run_id)
             assert found.answer.startswith(says)
 
+    def test_parameters_that_the_payload_does_not_know_are_told(
+        self, workspace: Workspace, drafter: Bundle
+    ) -> None:
+        params = {**PARAMS, "max_anchor": 9}
+        job: dict[str, Any] = {"bundle": drafter, "module": "dflash.probes.oom", "params": params}
+        a_failed_run(workspace, "r", [raised(MYSTERY)], **job)
+        says = "of these parameters the payload says: ignored, as no probe has them: max_anchor"
+        assert says in explained(workspace, "r").notes
+
     def test_a_run_that_makes_no_scores_at_all_is_told_the_same(
         self, runs: Workspace, drafter: Bundle
     ) -> None:

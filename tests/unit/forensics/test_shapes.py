@@ -53,6 +53,13 @@ def test_a_set_becomes_values() -> None:
     assert (scores.remedy, scores.notes) == ({"attention": "flex", "compile": True}, ("why",))
 
 
+def test_what_is_said_of_all_tensors_is_kept() -> None:
+    answer = {"tensors": [tensor()], "notes": ["ignored: x"]}
+    assert read_shape_set(answer, label="run", params={}).notes == ("ignored: x",)
+    with pytest.raises(UsageError, match="notes has 9 entries"):
+        read_shape_set({"tensors": [], "notes": ["x"] * 9}, label="run", params={})
+
+
 def test_what_may_be_left_out_may_be_left_out() -> None:
     dims = [{"name": "rows", "expression": "rows", "value": 400}]
     scores = read({**tensor(dims=dims, remedy=None), "notes": [], "more": "is ignored"})
