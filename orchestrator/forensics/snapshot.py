@@ -61,7 +61,8 @@ def read_snapshot(path: Path) -> dict[str, Any]:
         snapshot = plain_pickle.read(data)
         _check(snapshot)
     except (plain_pickle.PickleRefused, _Odd) as error:
-        raise OrchError(printable(f"{path}: is no memory snapshot that can be read: {error}")) from None
+        what = printable(f"{path}: is no memory snapshot that can be read: {error}")
+        raise OrchError(f"{what}; fetch it again, or look at it with pytorch.org/memory_viz") from None
     checked: dict[str, Any] = snapshot
     return checked
 

@@ -248,6 +248,7 @@ def test_other_form_is_refused_with_what_is_odd(changed: Any, says: str, tmp_pat
     with pytest.raises(OrchError, match="is no memory snapshot that can be read") as caught:
         read_snapshot(path)
     assert says in str(caught.value)
+    assert "; fetch it again" in str(caught.value)
 
 
 def test_file_that_is_too_large_or_not_there_says_so(tmp_path: Path) -> None:
