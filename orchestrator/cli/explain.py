@@ -13,17 +13,10 @@ import click
 from orchestrator import explaining, runs
 from orchestrator.cli.options import inventory_option, json_option, open_workspace
 from orchestrator.cli.terminal import Screen
-from orchestrator.errors import ConfigError, HostError, OrchError, UnknownName, UsageError
+from orchestrator.errors import ConfigError, HostError, UnknownName, UsageError
 from orchestrator.experiment import load_experiment
-from orchestrator.explain_view import (
-    MOST_SHORT_LINES,
-    explanation_json,
-    explanation_lines,
-    remedy_lines,
-    short_lines,
-)
+from orchestrator.explain_view import explanation_json, explanation_lines, remedy_lines
 from orchestrator.explaining import Explained
-from orchestrator.runs import Report
 from orchestrator.workspace import Workspace
 
 READ_CHARACTERS = 1024 * 1024
@@ -122,28 +115,6 @@ def _predicted(workspace: Workspace, found: Explained, screen: Screen) -> Explai
         finally:
             screen.close()
     return found
-
-
-def explain_shortly(
-    workspace: Workspace, report: Report, screen: Screen, *, most_lines: int = MOST_SHORT_LINES
-) -> bool:
-    """Writes why memory was out of a run that died so, in a few lines, and nothing of another run; tells
-    whether it did. What cannot be explained keeps nobody from the run's own summary.
-    """
-    if not explaining.may_have_died_of_memory(report.row, report.outcome):
-        return False
-    run_id = report.row.run_id
-    try:
-        found = explaining.explain_run(workspace, run_id)
-    except OrchError as error:
-        screen.note(f"cannot explain why memory was out: {error}")
-        return False
-    if found.explanation is None:
-        return False
-    for line in short_lines(found.explanation, run_id, most_lines):
-        screen.line(line)
-    screen.flush()
-    return True
 
 
 def _check(

@@ -239,7 +239,7 @@ def _explain(workspace: Workspace, reports: Sequence[Report], screen: Screen) ->
     ended = [report for report in reports if report.row.state in (State.FAILED, State.KILLED)]
     if not ended:
         return
-    from orchestrator.cli.explain import explain_shortly  # noqa: PLC0415  (good runs do not pay for it)
+    from orchestrator.cli.explaining import explain_shortly  # noqa: PLC0415  (good runs do not pay for it)
 
     explained = 0
     for report in ended[:MOST_LOOKED_AT]:

@@ -286,7 +286,7 @@ def finish(workspace: Workspace, run_id: str, *, as_json: bool) -> int:
         estimate = "" if beside is None else beside.line
         show(views.summary(*shown, artifacts=artifacts, estimate=estimate))
     if report.row.state in (State.FAILED, State.KILLED):
-        from orchestrator.cli.explain import explain_shortly  # noqa: PLC0415  (a run that ended well pays nothing)
+        from orchestrator.cli.explaining import explain_shortly  # noqa: PLC0415  (a run that ended well pays nothing)
 
         explain_shortly(workspace, report, Screen(lines_to_stderr=as_json))
     return report.exit_code
