@@ -15,8 +15,9 @@ from orchestrator import payload_programs
 from orchestrator.bundle import Bundle
 from orchestrator.errors import OrchError
 from orchestrator.experiment import Experiment
+from orchestrator.forensics.captures import Capture
 from orchestrator.forensics.causes import Surroundings
-from orchestrator.forensics.explain import Explanation, Facts, asked_size, explain, failure_of
+from orchestrator.forensics.explain import Explanation, Facts, asked_size, device_of, explain, failure_of
 from orchestrator.forensics.messages import Found, OomMessage, find_in, parse
 from orchestrator.forensics.naming import Naming, name_tensor
 from orchestrator.forensics.outlook import Outlook, Remedy
@@ -69,31 +70,11 @@ def explain_run(workspace: Workspace, run_id: str) -> Explained:
     """
     row, evidence = workspace.ledger.get(run_id), Evidence()
     outcome = outcome_of(evidence.passing(checked_records(workspace.folder(run_id))))
-    told = evidence.told()
-    proc = outcome.exception_proc or outcome.first_proc
-    where, found = told.output_of(proc)
-    facts = Facts(
-        proc=None if proc == MAIN else proc,
-        ended_by=_in_output(parse(told.exceptions.get(proc or MAIN, "")), found),
-        found=found,
-        captures=_captures_of(told, proc),
-        around=Surroundings(
-            killed_in=outcome.oom_kill,
-            peak_rss_bytes=outcome.peak_rss_bytes,
-            peak_reserved_bytes=max((peak.reserved_bytes for peak in outcome.peak_memory), default=None),
-            card_bytes=outcome.devices[0].total_bytes if outcome.devices else None,
-            growths=told.growths,
-            strangers=told.strangers,
-            settings=outcome.allocator_settings,
-            is_limited=bool(row.job.get("memory_limit_bytes")),
-        ),
-    )
-    message, capture = failure_of(facts)
-    device = capture.device if capture is not None else None if message is None else message.device
-    facts = replace(facts, allocator_bytes=told.limits.get(device or 0))
-    subject = of_run(workspace, row)
-    named = _named(workspace, subject, facts)
-    card = HostCard.of(next(iter(told.cards[device or 0 :]), None))
+    told, subject = evidence.told(), of_run(workspace, row)
+    where, facts = _facts(outcome, told, row)
+    device = device_of(*failure_of(facts)) or 0
+    named = _named(workspace, subject, replace(facts, allocator_bytes=told.limits.get(device)))
+    card = HostCard.of(next(iter(told.cards[device:]), None))
     return Explained(
         explanation=explain(named),
         facts=named,
@@ -104,6 +85,32 @@ def explain_run(workspace: Workspace, run_id: str) -> Explained:
     )
 
 
+def _facts(outcome: Outcome, told: Told, row: RunRow) -> tuple[str, Facts]:
+    """Returns where the message that counts was printed, and what the records say of its process."""
+    proc = outcome.exception_proc or outcome.first_proc
+    where, found = told.output_of(proc)
+    return where, Facts(
+        proc=None if proc == MAIN else proc,
+        ended_by=_in_output(parse(told.exceptions.get(proc or MAIN, "")), found),
+        found=found,
+        captures=_captures_of(told, proc),
+        around=_surroundings(outcome, told, row),
+    )
+
+
+def _surroundings(outcome: Outcome, told: Told, row: RunRow) -> Surroundings:
+    return Surroundings(
+        killed_in=outcome.oom_kill,
+        peak_rss_bytes=outcome.peak_rss_bytes,
+        peak_reserved_bytes=max((peak.reserved_bytes for peak in outcome.peak_memory), default=None),
+        card_bytes=outcome.devices[0].total_bytes if outcome.devices else None,
+        growths=told.growths,
+        strangers=told.strangers,
+        settings=outcome.allocator_settings,
+        is_limited=bool(row.job.get("memory_limit_bytes")),
+    )
+
+
 def _in_output(message: OomMessage | None, found: Found) -> OomMessage | None:
     """Returns an exception's message as it was printed, where it was: an exception has no line."""
     if message is None:
@@ -111,6 +118,12 @@ def _in_output(message: OomMessage | None, found: Found) -> OomMessage | None:
     bare = replace(message, line=None, text=None)
     printed = [each for each in found.messages if replace(each, line=None, text=None) == bare]
     return printed[-1] if printed else replace(message, line=None)
+
+
+def _captures_of(told: Told, proc: str | None) -> tuple[Capture, ...]:
+    """Returns the captures of the process that counts, or all where it told none."""
+    own = tuple(capture for capture in told.captures if capture.proc == (proc or MAIN))
+    return own or told.captures
 
 
 def may_have_died_of_memory(row: RunRow, outcome: Outcome) -> bool:
@@ -259,9 +272,3 @@ def _outlook(estimate: Estimate) -> Outlook:
         torch=estimate.torch,
         remedies=remedies,
     )
-
-
-def _captures_of(told: Told, proc: str | None) -> tuple[Any, ...]:
-    """Returns the captures of the process that counts, or all where it told none."""
-    own = tuple(capture for capture in told.captures if capture.proc == (proc or MAIN))
-    return own or told.captures

@@ -33,7 +33,7 @@ from orchestrator.forensics.numbers import Balance, balance_of
 from orchestrator.forensics.outlook import Outlook, Remedy, foreseen, remedies_of
 from orchestrator.text import gib
 
-__all__ = ["Explanation", "Facts", "asked_size", "explain", "failure_of"]
+__all__ = ["Explanation", "Facts", "asked_size", "device_of", "explain", "failure_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,6 +108,13 @@ def asked_size(message: OomMessage | None, capture: Capture | None) -> AskedSize
     if message.asked_text is not None:
         return asked_from_text(message.asked_text)
     return asked_from_message(message.asked_bytes) if message.asked_bytes else None
+
+
+def device_of(message: OomMessage | None, capture: Capture | None) -> int | None:
+    """Returns the card's number inside the process, None where neither tells it."""
+    captured = None if capture is None else capture.device
+    told = None if message is None else message.device
+    return told if captured is None else captured
 
 
 def explain(facts: Facts) -> Explanation | None:
@@ -197,8 +204,7 @@ def _asked(
     facts: Facts, message: OomMessage | None, balance: Balance, capture: Capture | None
 ) -> Iterator[str]:
     if balance.asked_bytes is not None:
-        device = None if message is None else message.device
-        device = capture.device if device is None and capture is not None else device
+        device = device_of(message, capture)
         card = "" if device is None else f" on GPU {device}"
         phase = f", in {capture.phase}" if capture is not None and capture.phase else ""
         rank = "" if facts.proc is None else f", by {facts.proc}"
