@@ -6,6 +6,7 @@ tests/gpu/test_capture.py has the allocator too.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from orchestrator.forensics.captures import read_capture
+from orchestrator.forensics.making import being_made
 from orchestrator.supervisor.memory_files import MemoryFiles
 from orchestrator.supervisor.memory_owners import Owners
 from orchestrator.supervisor.memory_watch import MemoryWatch
@@ -161,3 +164,28 @@ def test_backward_is_what_it_was_but_for_the_look(told: Told) -> None:
     with pytest.raises(RuntimeError, match="does not require grad"):
         torch.autograd.backward(torch.ones(1))
     assert torch.autograd.backward.__name__ == "backward"
+
+
+@pytest.mark.parametrize(
+    ("function", "made"),
+    [("empty", "a parameter of a module that is being made"), ("zeros_like", "optimizer state")],
+)
+def test_what_torch_itself_was_making_is_told_to_the_controller(
+    told: Told, monkeypatch: pytest.MonkeyPatch, function: str, made: str
+) -> None:
+    real = getattr(torch, function)
+
+    def failing(*arguments: Any, **named: Any) -> Any:
+        told.fail()
+        return real(*arguments, **named)
+
+    layer = nn.Linear(8, 16)
+    layer(torch.ones(3, 8)).sum().backward()
+    optimizer = torch.optim.AdamW(layer.parameters())
+    monkeypatch.setattr(torch, function, failing)
+    action = (lambda: nn.Linear(8, 16)) if function == "empty" else optimizer.step
+    thread = threading.Thread(target=action)  # without the frames of the test's own runner
+    thread.start()
+    thread.join()
+    event = told.of_kind("oom")[0]
+    assert being_made(read_capture(event, proc="main")) == made
