@@ -61,14 +61,16 @@ class Explained:
     outcome: Outcome | None = None
 
 
-def explain_run(workspace: Workspace, run_id: str) -> Explained:
+def explain_run(workspace: Workspace, run_id: str, *, patience_s: float | None = None) -> Explained:
     """Explains a run by what is mirrored of it here, without predictions.
+
+    ``patience_s`` bounds the time for which its output is searched.
 
     Raises:
         UnknownName: there is no such run.
         RecordsAltered: its records are not what they were.
     """
-    row, evidence = workspace.ledger.get(run_id), Evidence()
+    row, evidence = workspace.ledger.get(run_id), Evidence(patience_s=patience_s)
     outcome = outcome_of(evidence.passing(checked_records(workspace.folder(run_id))))
     told, subject = evidence.told(), of_run(workspace, row)
     where, facts = _facts(outcome, told, row)

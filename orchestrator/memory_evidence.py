@@ -7,6 +7,7 @@ that a log of any length takes no more memory than a message.
 from __future__ import annotations
 
 import base64
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,8 +57,13 @@ class Told:
 
 @dataclass(slots=True)
 class Evidence:
-    """Collects what records tell while somebody else reads them too."""
+    """Collects what records tell while somebody else reads them too.
 
+    Once output took longer than ``patience_s`` to search the rest of it is not; None: it may take any time.
+    """
+
+    patience_s: float | None = None
+    _spent_s: float = 0.0
     _finders: dict[tuple[str, str], Finder] = field(default_factory=dict)
     _exceptions: dict[str, str] = field(default_factory=dict)
     _captures: list[Capture] = field(default_factory=list)
@@ -121,8 +127,11 @@ class Evidence:
             except (ValueError, TypeError):
                 return
         key = proc_of(record), stream
-        if key in self._finders or len(self._finders) < MOST_STREAMS:
+        is_in_time = self.patience_s is None or self._spent_s < self.patience_s
+        if is_in_time and (key in self._finders or len(self._finders) < MOST_STREAMS):
+            begun_s = time.monotonic()
             self._finders.setdefault(key, Finder()).feed(piece)
+            self._spent_s += time.monotonic() - begun_s
 
     def _read_exception(self, name: str, record: Record) -> None:
         if len(self._exceptions) < MOST_STREAMS:

@@ -7,9 +7,12 @@ from orchestrator.cli.terminal import Screen
 from orchestrator.errors import OrchError
 from orchestrator.explain_view import MOST_SHORT_LINES, short_lines
 from orchestrator.runs import Report
+from orchestrator.text import printable
 from orchestrator.workspace import Workspace
 
 __all__ = ["explain_shortly"]
+
+PATIENCE_S = 5.0  # for reading what a run printed
 
 
 def explain_shortly(
@@ -22,13 +25,18 @@ def explain_shortly(
         return False
     run_id = report.row.run_id
     try:
-        found = explaining.explain_run(workspace, run_id)
+        found = explaining.explain_run(workspace, run_id, patience_s=PATIENCE_S)
+        lines = [] if found.explanation is None else short_lines(found.explanation, run_id, most_lines)
     except OrchError as error:
         screen.note(f"cannot explain why memory was out: {error}")
         return False
-    if found.explanation is None:
+    except Exception as error:  # noqa: BLE001  (a fault of ours, or a host's odd word: the summary comes first)
+        what = printable(f"{type(error).__name__}: {error}")[:300]
+        screen.note(f"cannot explain why memory was out: {what}")
         return False
-    for line in short_lines(found.explanation, run_id, most_lines):
+    if not lines:
+        return False
+    for line in lines:
         screen.line(line)
     screen.flush()
     return True

@@ -30,32 +30,46 @@ _BEFORE_WORD, _AFTER_WORD = 160, 320
 _LINE = r"(?:^|\| |\]:? ?)"  # where a line begins, behind whatever prefix
 _GAP = r"(?:\s+|\s*\n[^\n]{0,160}?(?:\| |: ))"  # between two words, the line may be broken and prefixed again
 _CUDA = rf"(?:CUDA|HIP|XPU){_GAP}out{_GAP}of{_GAP}memory"
+# The words alone may stand in code or in advice: an error has its type before them, or what it tried behind.
+_CUDA_ERROR = rf"(?:(?<=Error: ){_CUDA}|{_CUDA}\.(?:{_GAP}|\\[nrt])?Tri)"
 
 
 @dataclass(frozen=True, slots=True)
 class _Sign:
     """How one program says it.
 
-    One of ``words`` is in what ``pattern`` matches, or close behind: to look for words first is a hundred
-    times as fast. A group ``bytes`` is a number of bytes that were asked for, ``size`` one with its unit.
+    One of ``words`` is in what ``pattern`` matches, or close behind, or begins it where it ``is_first``: to
+    look for words first is a hundred times as fast. Where ``near`` is given it matches at the word. A group ``bytes`` is a number of bytes that were asked for, ``size`` one with its unit.
     """
 
     kind: str
     detail: str | None
     words: tuple[str, ...]
     pattern: re.Pattern[str]
+    near: re.Pattern[str] | None = None
+    is_first: bool = False
 
 
-def _sign(kind: str, detail: str | None, words: tuple[str, ...], pattern: str) -> _Sign:
-    return _Sign(kind, detail, words, re.compile(pattern, re.MULTILINE))
+def _sign(
+    kind: str,
+    detail: str | None,
+    words: tuple[str, ...],
+    pattern: str,
+    *,
+    near: str | None = None,
+    is_first: bool = False,
+) -> _Sign:
+    at_word = None if near is None else re.compile(near, re.MULTILINE)
+    return _Sign(kind, detail, words, re.compile(pattern, re.MULTILINE), at_word, is_first)
 
 
 _SIGNS = (
     _sign(
         DEVICE_ALLOCATOR,
         None,
-        ("out of memory", "Tried to allocate", "total capac", "memory."),
-        _CUDA,
+        ("CUDA", "HIP", "XPU"),
+        _CUDA_ERROR,
+        is_first=True,
     ),
     _sign(
         DEVICE_ALLOCATOR,
@@ -116,13 +130,40 @@ _SIGNS = (
     ),
     _sign(HOST, KILLED, ("Killed process",), r"Out of memory: Killed process \d+"),
     _sign(HOST, KILLED, ("by signal: Killed",), r"DataLoader worker[^\n]{0,60} is killed by signal: Killed"),
-    _sign(HOST, KILLED, ("Killed",), _LINE + r"(?:[^\n:]{1,60}: line \d+: +\d+ )?Killed(?= *$| {2,}\S)"),
-    _sign(HOST, "Python", ("MemoryError",), _LINE + r"(?:builtins\.)?MemoryError(?=:|\s*$)"),
+    _sign(
+        HOST,
+        KILLED,
+        ("Killed",),
+        _LINE + r"(?:[^\n:]{1,60}: line \d+: +\d+ )?Killed(?= *$| {2,}\S)",
+        near=r"Killed(?: *$| {2,}\S)",
+    ),
+    _sign(
+        HOST,
+        "Python",
+        ("MemoryError",),
+        _LINE + r"(?:builtins\.)?MemoryError(?=:|\s*$)",
+        near=r"MemoryError(?::|\s{0,80}$)",
+    ),
     _sign(
         HOST,
         None,
-        ("Cannot allocate memory", "std::bad_alloc", "[Errno 12]"),
-        r"Cannot allocate memory|std::bad_alloc|\[Errno 12\]",
+        ("[Errno 12]",),
+        r"(?<=Error: )\[Errno 12\](?: Cannot allocate memory)?|\[Errno 12\] Cannot allocate memory",
+        is_first=True,
+    ),
+    _sign(
+        HOST,
+        None,
+        ("Cannot allocate memory",),
+        r"(?<=[\w)\]]: )Cannot allocate memory",
+        is_first=True,
+    ),
+    _sign(
+        HOST,
+        None,
+        ("std::bad_alloc",),
+        r"(?:(?<=Error: )|(?<=Exception: )|(?<=instance of ')|(?<=what\(\):  ))std::bad_alloc",
+        is_first=True,
     ),
 )
 _SIGNS_OF: dict[str, tuple[_Sign, ...]] = {
@@ -130,7 +171,7 @@ _SIGNS_OF: dict[str, tuple[_Sign, ...]] = {
 }
 
 NEXT_MESSAGE = re.compile(
-    _CUDA + r"|Allocation\s+on\s+device\s+\S{1,8}\s+would\s+exceed"
+    _CUDA_ERROR + r"|Allocation\s+on\s+device\s+\S{1,8}\s+would\s+exceed"
     r"|with OOM on device"
 )
 """Where the device allocator's next message begins, and one before it ends."""
@@ -188,7 +229,7 @@ class Anchors:
         found = [
             (match.start(), match, sign)
             for sign in _SIGNS_OF[word]
-            if (match := sign.pattern.search(self._text, begin, len(self._text) if end < 0 else end))
+            if (match := self._match(sign, place, begin, len(self._text) if end < 0 else end))
             and match.start() <= place
         ]
         if not found:
@@ -202,6 +243,13 @@ class Anchors:
         return Anchor(
             begin=match.start(), end=match.end(), kind=kind, detail=detail, asked_bytes=_asked(match)
         )
+
+    def _match(self, sign: _Sign, place: int, begin: int, end: int) -> re.Match[str] | None:
+        if sign.is_first:
+            return sign.pattern.match(self._text, place)
+        if sign.near is not None and sign.near.match(self._text, place) is None:
+            return None
+        return sign.pattern.search(self._text, begin, end)
 
 
 def _asked(match: re.Match[str]) -> int | None:

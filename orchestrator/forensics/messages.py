@@ -103,7 +103,8 @@ class Finder:
     """Reads a text piece by piece and keeps what it says of memory: the first messages and the last.
 
     Small pieces are put together before they are searched; what is searched is let go but for a message that
-    is not all there yet, and what stands before it.
+    is not all there yet, and what stands before it. Numbers are read of the messages that are kept alone: the
+    newest waits until it is the last, or until another one comes while there is room.
     """
 
     most: int = 8
@@ -114,6 +115,7 @@ class Finder:
     _line: int = 1  # of the rest's beginning
     _count: int = 0
     _kept: list[OomMessage] = field(default_factory=list)
+    _newest: _Unread | None = None
 
     def feed(self, piece: str) -> None:
         """Takes the next piece."""
@@ -125,23 +127,27 @@ class Finder:
     def close(self) -> Found:
         """Returns what was found in all of it."""
         self._search(is_final=True)
+        self._read_newest()
         return Found(count=self._count, messages=tuple(self._kept))
 
     def _search(self, *, is_final: bool) -> None:
         text = self._rest = "".join((self._rest, *self._pieces))
         self._pieces, self._waiting = [], 0
         anchors = Anchors(text, self._scanned)
+        lines_until, lines = 0, self._line
         while (anchor := anchors.next()) is not None:
             begin = anchor.begin
             if begin + MOST_CHARACTERS > len(text) and not is_final:
                 self._forget(begin)
                 return
             window = text[begin : begin + MOST_CHARACTERS]
+            if not _has_numbers(anchor):
+                window = window.partition("\n")[0]
             following = NEXT_MESSAGE.search(window, anchor.end - begin)
             window = window[: following.start()] if following is not None else window
             head = text[text.rfind("\n", max(0, begin - _HEAD_CHARACTERS), begin) + 1 : begin]
-            line = self._line + text.count("\n", 0, begin)
-            self._keep(replace(_read(anchor, window, head[-_HEAD_CHARACTERS:]), line=line))
+            lines, lines_until = lines + text.count("\n", lines_until, begin), begin
+            self._keep(_Unread(anchor, window, head[-_HEAD_CHARACTERS:], lines))
             anchors.skip(begin + _extent(window))
         self._forget(len(text) if is_final else max(anchors.at, len(text) - _LONGEST_ANCHOR))
 
@@ -151,15 +157,40 @@ class Finder:
         self._line += self._rest.count("\n", 0, gone)
         self._rest, self._scanned = self._rest[gone:], searched - gone
 
-    def _keep(self, message: OomMessage) -> None:
-        """Keeps the first ones, and in the last place the newest; one that repeats itself is one, where it
-        stands last.
-        """
+    def _keep(self, message: _Unread) -> None:
+        """Keeps the first ones, and in the last place the newest."""
         self._count += 1
-        is_repeated = bool(self._kept) and replace(self._kept[-1], line=message.line) == message
-        if is_repeated or len(self._kept) == self.most:
-            self._kept.pop()
-        self._kept.append(message)
+        if len(self._kept) < self.most - 1 and self._newest is not None and not message.is_as(self._newest):
+            self._read_newest()
+        self._newest = message
+
+    def _read_newest(self) -> None:
+        """Reads the message that waits; one that repeats itself is one, where it stands last."""
+        if self._newest is not None:
+            message = self._newest.read()
+            if self._kept and replace(self._kept[-1], line=message.line) == message:
+                self._kept.pop()
+            self._kept.append(message)
+            self._newest = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Unread:
+    """A message as it was found: ``window`` begins with it, ``head`` stands before it in its line."""
+
+    anchor: Anchor
+    window: str
+    head: str
+    line: int
+
+    def is_as(self, other: _Unread) -> bool:
+        """Tells whether both are one text, as far as a message goes in its first line."""
+        kind, text = (self.anchor.kind, self.anchor.detail), self.window.partition("\n")[0]
+        return kind == (other.anchor.kind, other.anchor.detail) and other.window.startswith(text)
+
+    def read(self) -> OomMessage:
+        """Returns its numbers."""
+        return replace(_read(self.anchor, self.window, self.head), line=self.line)
 
 
 _LONGEST_ANCHOR = 512
@@ -190,9 +221,14 @@ _OTHERS = re.compile(r"Process(\d{1,18})has" + SIZE.format(name="size") + "memor
 _DEVICE = re.compile(r"\bGPU\s*(\d{1,6})\b|\bon\s+device\s+(\d{1,6})|\bcuda:(\d{1,6})")
 
 
+def _has_numbers(anchor: Anchor) -> bool:
+    """Tells whether it is one of the device allocator's, which goes over many parts and lines."""
+    return anchor.kind == DEVICE_ALLOCATOR and anchor.asked_bytes is None
+
+
 def _read(anchor: Anchor, window: str, head: str) -> OomMessage:
     """``window`` begins with the message, ``head`` is what stands before it in its line."""
-    if anchor.kind != DEVICE_ALLOCATOR or anchor.asked_bytes is not None:
+    if not _has_numbers(anchor):
         return OomMessage(
             kind=anchor.kind,
             detail=anchor.detail,

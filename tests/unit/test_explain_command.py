@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
 from click.testing import CliRunner, Result
 
+from orchestrator import explaining
 from orchestrator.cli.explain import explain
+from orchestrator.cli.explaining import explain_shortly
+from orchestrator.cli.terminal import Screen
 from orchestrator.errors import ConfigError, OrchError, UsageError
 
 
@@ -73,3 +78,18 @@ def test_bytes_that_are_no_text_are_no_hindrance(inventory: Path) -> None:
     done = explained(inventory, "--message", "-", "--json", text=text)
     assert done.exception is None
     assert json.loads(done.output)["balance"]["asked_bytes"] == 2 * 2**30
+
+
+def test_what_cannot_be_explained_keeps_nobody_from_the_summary(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("a size\x1b[31m of nothing")
+
+    monkeypatch.setattr(explaining, "may_have_died_of_memory", lambda *_: True)
+    monkeypatch.setattr(explaining, "explain_run", fails)
+    report: Any = SimpleNamespace(row=SimpleNamespace(run_id="r"), outcome=None)
+    nothing: Any = None
+    assert not explain_shortly(nothing, report, Screen())
+    says = r"cannot explain why memory was out: ZeroDivisionError: a size\x1b[31m of nothing"
+    assert says in capsys.readouterr().err

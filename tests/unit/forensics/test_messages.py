@@ -136,6 +136,9 @@ def test_numbers_of_other_kinds_are_read_where_they_are_told() -> None:
         "    except MemoryError:\n        raise",
         "job was Killed by the operator",
         "torch.cuda.OutOfMemoryError is caught here",
+        "usage: see [Errno 12] or std::bad_alloc in the FAQ",
+        'if "CUDA out of memory" in str(e): retry()',
+        "CUDA out of memory. Trying a smaller batch",
         "",
     ],
 )
@@ -253,6 +256,25 @@ def test_a_message_in_the_middle_of_a_long_traceback_is_found_in_bounded_time_an
     assert found.last.line == 1_001 * 50 + 1
     assert most_bytes < 1_000_000
     assert time.process_time() - began < 10
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "step 100 loss 3.21 memory. lr 1e-4 memory\n" * 25_000,
+        "Killed the previous request; tried again\n" * 25_000,
+        "memory." * 100_000,
+        "Killed\n" * 20_000,
+        "[Errno 12] " * 50_000,
+        "CUDA out of memory. " * 20_000,
+        "".join(f"{TORCH_2_9.replace('1.95', str(number % 90))}\n" for number in range(5_000)),
+    ],
+    ids=["memory.", "Killed the", "one line", "Killed", "Errno", "CUDA", "messages"],
+)
+def test_text_that_is_full_of_its_words_takes_no_longer(text: str) -> None:
+    began = time.process_time()
+    find_in(text[at : at + 65_536] for at in range(0, len(text), 65_536))
+    assert time.process_time() - began < 2.5
 
 
 def test_many_words_that_look_like_it_take_no_longer() -> None:
