@@ -17,7 +17,15 @@ from functools import lru_cache
 from orchestrator.errors import UsageError
 from orchestrator.text import quoted
 
-__all__ = ["UNITS", "AskedSize", "asked_exactly", "asked_from_message", "asked_from_text", "size_as_torch"]
+__all__ = [
+    "MOST_ASKED_BYTES",
+    "UNITS",
+    "AskedSize",
+    "asked_exactly",
+    "asked_from_message",
+    "asked_from_text",
+    "size_as_torch",
+]
 
 KIB, MIB, GIB, TIB = 1024, 1024**2, 1024**3, 1024**4
 _BLOCK = 512  # every request is rounded up to it
@@ -25,6 +33,7 @@ _SMALL_REQUEST, _SMALL_SEGMENT = MIB, 2 * MIB
 _LARGE_REQUEST, _LARGE_SEGMENT = 10 * MIB, 20 * MIB
 UNITS = {"bytes": 1, "B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB}
 _SPELT = re.compile(r"\s*(\d{1,18})(?:\.(\d{1,12}))?\s*(bytes|B|KiB|MiB|GiB|TiB)\s*")
+MOST_ASKED_BYTES = 2**44  # more than any card has is nobody's word for a size
 # Tensors lie between these: what a size that is met by chance is measured against.
 _LEAST_EXPECTED, _MOST_EXPECTED = 512, 128 * GIB
 

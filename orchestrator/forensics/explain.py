@@ -11,7 +11,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from orchestrator.forensics.asked import AskedSize, asked_exactly, asked_from_message, asked_from_text
+from orchestrator.forensics.asked import (
+    MOST_ASKED_BYTES,
+    AskedSize,
+    asked_exactly,
+    asked_from_message,
+    asked_from_text,
+)
 from orchestrator.forensics.captures import Capture
 from orchestrator.forensics.causes import (
     FRAGMENTATION,
@@ -99,7 +105,15 @@ def failure_of(facts: Facts) -> tuple[OomMessage | None, Capture | None]:
 
 
 def asked_size(message: OomMessage | None, capture: Capture | None) -> AskedSize | None:
-    """Returns the size that is to be named: the exact one where it was captured."""
+    """Returns the size that is to be named: the exact one where it was captured.
+
+    None where no size is said, or none that a card could have.
+    """
+    size = _told_size(message, capture)
+    return size if size is not None and 0 < size.most_bytes <= MOST_ASKED_BYTES else None
+
+
+def _told_size(message: OomMessage | None, capture: Capture | None) -> AskedSize | None:
     exact = None if capture is None else capture.requested_bytes or capture.asked_bytes
     if exact:
         return asked_exactly(exact)

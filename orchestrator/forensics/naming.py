@@ -122,6 +122,9 @@ def name_tensor(asked: AskedSize, *, own: ShapeSet | None, others: Sequence[Shap
     if not any(answer.weight >= against_chance for answer in answers if answer.is_made):
         answers = _answers(hypotheses, not_made_share=NOT_MADE_ALONE_SHARE)
     total = chance + sum(answer.weight for answer in answers)
+    if not total:  # a size that no tensor has, not even by chance
+        ruled_out = () if own is None else tuple(nearest(asked, own))
+        return Naming(asked=asked, candidates=(), not_this_run=False, unknown=1.0, ruled_out=ruled_out)
     least = max(LEAST_CONFIDENCE * total, against_chance)
     listed = [answer for answer in answers if answer.weight >= least][:MOST_CANDIDATES]
     listed += [answer for answer in answers if answer not in listed and _is_also_own(answer, listed)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from orchestrator.forensics.asked import MOST_ASKED_BYTES
 from orchestrator.forensics.captures import Capture
 from orchestrator.forensics.messages import OomMessage
 from orchestrator.text import gib
@@ -87,10 +88,11 @@ def balance_of(
     allocated = _first(None if capture is None else capture.allocated_bytes, told.allocated_bytes)
     free = _first(None if capture is None else capture.free_bytes, told.free_bytes)
     own, others = _processes(told, capture, reserved)
-    asked = _first(None if capture is None else capture.asked_bytes, told.asked_bytes)
+    sizes = (None if capture is None else capture.asked_bytes, told.asked_bytes)
+    asked = next((size for size in sizes if size is not None and 0 < size <= MOST_ASKED_BYTES), None)
     return Balance(
         asked_bytes=asked,
-        asked_text=told.asked_text,
+        asked_text=None if asked is None else told.asked_text,
         capacity_bytes=capacity,
         free_bytes=free,
         limit_bytes=limit,

@@ -259,6 +259,27 @@ class TestTheTensor:
         assert "8.00 GiB asked in layers.3.attn at eager.py:40 attend" in found.answer
         assert {"module layers.3.attn", "at eager.py:40 attend", "at layers.py:9 forward"} <= set(found.asked)
 
+    @pytest.mark.parametrize(
+        "asked", ["0 bytes", "1 bytes", "512 bytes", "9000000.99 TiB", "999999999999999999.99 TiB"]
+    )
+    def test_a_size_that_no_tensor_has_is_not_named(self, asked: str) -> None:
+        found = find(message(asked, "1.00 GiB"))
+        size = asked_size(*failure_of(Facts(found=found)))
+        naming = None if size is None else name_tensor(size, own=scores("run 1", 8192))
+        told = explain(Facts(found=found, naming=naming))
+        assert told is not None
+        assert "out of memory: " in told.answer
+        assert naming is None or (naming.candidates, naming.unknown) == ((), 1.0)
+
+    @pytest.mark.parametrize("asked", [0, 1, 2**62])
+    def test_a_captured_size_that_no_tensor_has_is_not_named(self, asked: int) -> None:
+        facts = Facts(captures=(capture(asked_bytes=asked, free_bytes=0),))
+        size = asked_size(*failure_of(facts))
+        assert size is None or name_tensor(size, own=scores("run 1", 8192)).candidates == ()
+        found = explain(facts)
+        assert found is not None
+        assert (found.balance.asked_bytes is None) == (asked != 1)
+
     def test_a_capture_of_another_failure_is_not_mixed_with_it(self) -> None:
         other, own = capture(asked_bytes=3 * GIB, module="a"), capture(asked_bytes=8 * GIB, module="b")
         found = explained(message("8.00 GiB", "1.00 GiB"), captures=(own, other))
