@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from signal import SIGKILL
 from typing import Any
 
 from orchestrator import payload_programs
 from orchestrator.bundle import Bundle
-from orchestrator.errors import OrchError
+from orchestrator.errors import OrchError, UsageError
 from orchestrator.experiment import Experiment
 from orchestrator.forensics.captures import Capture
 from orchestrator.forensics.causes import Surroundings
 from orchestrator.forensics.explain import Explanation, Facts, asked_size, device_of, explain, failure_of
+from orchestrator.forensics.message_kinds import KILLED
 from orchestrator.forensics.messages import Found, OomMessage, find_in, parse
 from orchestrator.forensics.naming import Naming, name_tensor
 from orchestrator.forensics.outlook import Outlook, Remedy
@@ -29,7 +31,7 @@ from orchestrator.lifecycle import State
 from orchestrator.memory_evidence import Evidence, Told
 from orchestrator.memory_subject import Subject, canonical, label_of, of_run, of_text
 from orchestrator.mirror_reader import checked_records
-from orchestrator.outcome import Outcome, outcome_of
+from orchestrator.outcome import Outcome, is_oom_type, outcome_of
 from orchestrator.payload_answers import Estimate
 from orchestrator.payload_programs import ESTIMATE, SHAPES, Question
 from orchestrator.supervisor.ranks import MAIN
@@ -91,13 +93,39 @@ def _facts(outcome: Outcome, told: Told, row: RunRow) -> tuple[str, Facts]:
     """Returns where the message that counts was printed, and what the records say of its process."""
     proc = outcome.exception_proc or outcome.first_proc
     where, found = told.output_of(proc)
+    found = _believed(found, outcome)
+    ended_by = _in_output(parse(told.exceptions.get(proc or MAIN, "")), found)
     return where, Facts(
         proc=None if proc == MAIN else proc,
-        ended_by=_in_output(parse(told.exceptions.get(proc or MAIN, "")), found),
+        ended_by=ended_by,
+        went_on=None if ended_by is not None or not found.messages else _other_end(outcome),
         found=found,
         captures=_captures_of(told, proc),
         around=_surroundings(outcome, told, row),
     )
+
+
+def _believed(found: Found, outcome: Outcome) -> Found:
+    """Leaves out who is said to have been killed where nothing else says so: output is words."""
+    is_killed = outcome.signal == SIGKILL or outcome.exit_code == 128 + SIGKILL
+    if is_killed or outcome.oom_kill is not None:
+        return found
+    kept = tuple(
+        message
+        for message in found.messages
+        if message.detail != KILLED or "DataLoader worker" in (message.text or "")
+    )
+    return found if kept == found.messages else Found(count=found.count if kept else 0, messages=kept)
+
+
+def _other_end(outcome: Outcome) -> str | None:
+    """Returns how a run ended that says itself that it was not for memory; None where it does not say."""
+    if outcome.oom_kill is not None:
+        return None
+    if outcome.state is State.SUCCEEDED:
+        return "succeeded"
+    kind = outcome.exception_type
+    return None if kind is None or is_oom_type(kind) else f"ended with {kind}"
 
 
 def _surroundings(outcome: Outcome, told: Told, row: RunRow) -> Surroundings:
@@ -184,6 +212,8 @@ def with_outlook(workspace: Workspace, found: Explained) -> Explained:
         has_alternatives=True,
     )
     try:
+        if subject.is_unnamed:
+            raise UsageError("name the program with --experiment")
         outlook = _outlook(payload_programs.estimate(workspace, subject.bundle, question))
     except OrchError as error:
         outlook = Outlook(missing=str(error))

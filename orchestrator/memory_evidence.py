@@ -28,6 +28,7 @@ MOST_STRANGERS = 5
 MOST_SERIES = 64
 MOST_VALUES = 4096
 _MIB = 2**20
+_IN_USE_ON = "memory in use on "
 _UNITS = {"_bytes": 1, "_mib": _MIB, "_gib": 2**30}
 
 
@@ -102,7 +103,8 @@ class Evidence:
     def told(self) -> Told:
         """Returns all of it, once every record was read."""
         series = (
-            Series(name=printable(name)[:80], values=tuple(values)) for name, values in self._series.items()
+            Series(name=printable(name)[:80], values=tuple(values), is_of_all=name.startswith(_IN_USE_ON))
+            for name, values in self._series.items()
         )
         grown = (steady_growth(each) for each in series)
         return Told(
@@ -165,7 +167,7 @@ class Evidence:
             return
         if is_sample:
             used_bytes = scaled_size(card.get("used_mib"), _MIB)
-            self._add(f"memory in use on {self._names.get(uuid, uuid)}", used_bytes)
+            self._add(f"{_IN_USE_ON}{self._names.get(uuid, uuid)}", used_bytes)
         elif len(self._names) < MOST_SERIES:
             self._names[uuid] = f"card {card.get('index')} ({card.get('name')})"
 

@@ -30,7 +30,8 @@ _MOST_ROWS = 2000
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
     """A configuration: ``bundle`` is its code, ``module`` what ran, None where that is not known, and
-    ``unknown_why`` says why. ``others`` are recent runs of the same program.
+    ``unknown_why`` says why. ``others`` are recent runs of the same program. ``is_unnamed``: only the
+    package is known, not which of its programs it was.
     """
 
     label: str
@@ -38,6 +39,7 @@ class Subject:
     params: Mapping[str, Any] | None = None
     bundle: Bundle | None = None
     unknown_why: str | None = None
+    is_unnamed: bool = False
     alloc_conf: str | None = None
     memory_limit_bytes: int | None = None
     others: tuple[RunRow, ...] = ()
@@ -116,6 +118,7 @@ def _of_only_payload(workspace: Workspace, params: Mapping[str, Any] | None) -> 
     return Subject(
         label=label,
         module=package + SHAPES,
+        is_unnamed=True,
         params=params,
         bundle=bundle,
         others=_recent(workspace, time.time(), lambda row: str(row.job.get("module")).startswith(package)),

@@ -17,6 +17,7 @@ from orchestrator.errors import ConfigError, HostError, UnknownName, UsageError
 from orchestrator.experiment import load_experiment
 from orchestrator.explain_view import explanation_json, explanation_lines, remedy_lines
 from orchestrator.explaining import Explained
+from orchestrator.text import quoted
 from orchestrator.workspace import Workspace
 
 READ_CHARACTERS = 1024 * 1024
@@ -158,13 +159,23 @@ def _read_params(path: Path) -> dict[str, Any]:
             raw = file.read(MOST_PARAMS_BYTES + 1)
         if len(raw) > MOST_PARAMS_BYTES:
             raise ConfigError(f"more than {MOST_PARAMS_BYTES} bytes are no parameters", file=path)
-        values = json.loads(raw)
+        values = json.loads(raw, object_pairs_hook=_once_each)
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"no JSON: {error}", file=path) from error
     if not isinstance(values, dict):
         raise ConfigError('must be one JSON object, such as {"max_anchors": 512}', file=path)
+    return values
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Refuses a name that stands twice, of which JSON's readers take the last."""
+    values: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in values:
+            raise ValueError(f"{quoted(name)} stands there twice")
+        values[name] = value
     return values
 
 

@@ -29,6 +29,8 @@ UNKNOWN = "unknown"
 
 _WORTH_NAMING_BYTES = 2**30
 _MOST_LIBRARIES_BYTES = 4 * 2**30
+_LEAST_OF_HELD, _MOST_OF_HELD = 0.7, 1.3  # where what grew is what torch held
+_LEAST_UNUSED_SHARE = 0.04  # of what torch holds, to be why a card is full
 _EXPANDABLE = "allocator setting: alloc_conf: expandable_segments:True, so that pieces can be joined"
 
 
@@ -112,7 +114,7 @@ def _device_cause(balance: Balance, around: Surroundings) -> Cause:
 def _is_fragmented(balance: Balance) -> bool:
     """Enough is kept and unused, and no single piece of it is large enough."""
     asked, unused = balance.asked_bytes or 0, balance.unallocated_bytes
-    if unused is None or unused < asked:
+    if unused is None or unused < max(asked, _LEAST_UNUSED_SHARE * (balance.reserved_bytes or 0)):
         return False
     return balance.largest_free_bytes is None or balance.largest_free_bytes < asked
 
@@ -202,17 +204,33 @@ def _leak(balance: Balance, around: Surroundings) -> Cause | None:
     if not around.growths:
         return None
     growth = max(around.growths, key=lambda found: found.last_bytes - found.first_bytes)
+    if not _is_of_card(growth, balance):
+        return None
     if growth.last_bytes - growth.first_bytes < (balance.asked_bytes or 0) // 2:
         return None
     return Cause(
         name=LEAK,
-        sentence=f"memory grew step by step until it was out, by {gib(growth.per_step_bytes)} each time",
+        sentence=(
+            "something may keep memory from step to step: it grew until it was out, by "
+            f"{gib(growth.per_step_bytes)} each time"
+        ),
         evidence=(_growth_text(growth),),
         advice=(
-            "something keeps tensors from one iteration to the next: losses or metrics kept with their graph "
-            "(.detach() or .item() them), a list of outputs, a graph that is retained"
+            "look for tensors that are kept from one iteration to the next: losses or metrics kept with "
+            "their graph (.detach() or .item() them), a list of outputs, a graph that is retained"
         ),
     )
+
+
+def _is_of_card(growth: Growth, balance: Balance) -> bool:
+    """Tells whether what grew ended near what torch held: else it is of something else by its name alone."""
+    allocated, reserved = balance.allocated_bytes, balance.reserved_bytes
+    if allocated is None and reserved is None:
+        return True
+    least = (reserved or 0) if allocated is None else allocated
+    most = max(least, reserved or 0)
+    ended_bytes = growth.last_bytes - (balance.others_bytes if growth.is_of_all else 0)
+    return _LEAST_OF_HELD * least <= ended_bytes <= _MOST_OF_HELD * most + _MOST_LIBRARIES_BYTES
 
 
 def _growth_text(growth: Growth) -> str:
@@ -227,6 +245,9 @@ def _too_large(balance: Balance, around: Surroundings) -> Cause:
     evidence = [f"{gib(asked - room)} more than there was room for" if asked > room else "nothing was left"]
     if around.is_limited and balance.limit_bytes is not None:
         evidence.append(f"within the run's memory limit, of which torch may take {gib(balance.limit_bytes)}")
+    if balance.capacity_bytes and balance.allocated_bytes is not None:
+        share = balance.allocated_bytes / balance.capacity_bytes
+        evidence.append(f"{share:.0%} of the card is allocated by this process")
     unused = balance.unallocated_bytes or 0
     advice: str | None = None
     if not around.is_expandable and asked <= room + unused:
@@ -275,6 +296,15 @@ def _host(message: OomMessage, _balance: Balance, around: Surroundings) -> Cause
 
 
 def _container(message: OomMessage, _balance: Balance, around: Surroundings) -> Cause:
+    if message.detail == kinds.DEV_SHM and "Too many open files" in (message.text or ""):
+        return Cause(
+            name=CONTAINER,
+            sentence="no lack of memory: the process has too many files open, each shared tensor is one",
+            advice=(
+                "a higher limit (ulimit -n), fewer workers, or "
+                "torch.multiprocessing.set_sharing_strategy('file_system')"
+            ),
+        )
     if message.detail == kinds.DEV_SHM:
         return Cause(
             name=CONTAINER,

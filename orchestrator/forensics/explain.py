@@ -50,7 +50,7 @@ class Facts:
     ``naming`` is of the size that was asked for, ``first_naming`` of the first message where that is another
     one; ``unnamed_why`` says why there is none, ``shapes_notes`` what the payload says of the parameters.
     ``allocator_bytes`` is what torch was held to. ``proc`` is the rank that it was, None where there is one
-    process.
+    process. ``went_on`` is how a run ended that went on after its messages.
     """
 
     proc: str | None = None
@@ -64,6 +64,7 @@ class Facts:
     unnamed_why: str | None = None
     shapes_notes: tuple[str, ...] = ()
     outlook: Outlook | None = None
+    went_on: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,7 +141,7 @@ def explain(facts: Facts) -> Explanation | None:
     cause = cause_of(message, balance, facts.around)
     naming = facts.naming
     return Explanation(
-        answer=_answer(cause, balance, naming, capture),
+        answer=_answer(cause, balance, naming, capture) + _after(facts),
         cause=cause,
         balance=balance,
         message=message,
@@ -178,6 +179,10 @@ def _answer(cause: Cause, balance: Balance, naming: Naming | None, capture: Capt
         nothing = ", the size of nothing that these parameters make" if is_nothing else ""
         return f"out of memory: {_asked_text(balance)} asked{where}{nothing}; {cause.sentence}"
     return f"out of memory: {cause.sentence}" if cause.name not in _SELF_SPEAKING else cause.sentence
+
+
+def _after(facts: Facts) -> str:
+    return "" if facts.went_on is None else f"; but the run went on after it, and {facts.went_on}"
 
 
 _OF_ASKED = frozenset({TOO_LARGE, FRAGMENTATION, OTHER_PROCESS, LEAK, LIMIT})

@@ -17,10 +17,14 @@ _LEAST_RISE_SHARE = 0.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Series:
-    """Sizes in bytes in the order in which they were seen; ``name`` says whose and by what."""
+    """Sizes in bytes in the order in which they were seen; ``name`` says whose and by what.
+
+    ``is_of_all``: it counts what every process on the card holds.
+    """
 
     name: str
     values: tuple[int, ...]
+    is_of_all: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +35,7 @@ class Growth:
     first_bytes: int
     last_bytes: int
     steps: int
+    is_of_all: bool = False
 
     @property
     def per_step_bytes(self) -> int:
@@ -52,4 +57,10 @@ def steady_growth(series: Series) -> Growth | None:
     if not (is_steady and is_large and given_back <= _MOST_GIVEN_BACK_SHARE * rise):
         return None
     first = series.values[0]
-    return Growth(name=series.name, first_bytes=first, last_bytes=later[-1], steps=len(series.values) - 1)
+    return Growth(
+        name=series.name,
+        first_bytes=first,
+        last_bytes=later[-1],
+        steps=len(series.values) - 1,
+        is_of_all=series.is_of_all,
+    )

@@ -39,7 +39,8 @@ class _Sign:
     """How one program says it.
 
     One of ``words`` is in what ``pattern`` matches, or close behind, or begins it where it ``is_first``: to
-    look for words first is a hundred times as fast. Where ``near`` is given it matches at the word. A group ``bytes`` is a number of bytes that were asked for, ``size`` one with its unit.
+    look for words first is a hundred times as fast. Where ``near`` is given it matches at the word. A group
+    ``bytes`` is a number of bytes that were asked for, ``size`` one with its unit.
     """
 
     kind: str

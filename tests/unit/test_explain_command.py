@@ -93,3 +93,10 @@ def test_what_cannot_be_explained_keeps_nobody_from_the_summary(
     assert not explain_shortly(nothing, report, Screen())
     says = r"cannot explain why memory was out: ZeroDivisionError: a size\x1b[31m of nothing"
     assert says in capsys.readouterr().err
+
+
+def test_a_name_that_stands_twice_in_the_parameters_is_refused(inventory: Path, tmp_path: Path) -> None:
+    path = tmp_path / "params.json"
+    path.write_text('{"max_anchors": 512, "max_anchors": 256}')
+    done = explained(inventory, "--message", "-", "--params", str(path), text="x")
+    assert "'max_anchors' stands there twice" in str(done.exception)

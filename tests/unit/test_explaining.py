@@ -342,6 +342,48 @@ class TestWhatRecordsTell:
         assert found.outcome is not None
         assert not explaining.may_have_died_of_memory(row, found.outcome)
 
+    @pytest.mark.parametrize(
+        ("records", "end", "says"),
+        [
+            ([raised("x is 3", kind="ValueError")], {}, "ended with ValueError"),
+            ([], {"code": 0}, "succeeded"),
+        ],
+    )
+    def test_a_message_after_which_the_run_went_on_says_so(
+        self, workspace: Workspace, records: list[Any], end: dict[str, Any], says: str
+    ) -> None:
+        a_failed_run(workspace, "r", [out(f"caught: {PLAIN}\n"), *records], end=end)
+        assert explained(workspace, "r").answer.endswith(f"; but the run went on after it, and {says}")
+
+    @pytest.mark.parametrize(
+        ("end", "is_killed"),
+        [
+            ({"code": 3}, False),
+            ({"code": 137}, True),
+            ({"outcome": "signalled", "code": None, "signal": 9}, True),
+        ],
+    )
+    def test_who_prints_that_it_was_killed_is_believed_when_it_was(
+        self, workspace: Workspace, end: dict[str, Any], is_killed: bool
+    ) -> None:
+        a_failed_run(workspace, "r", [out("./go.sh: line 3:  1234 Killed   python train.py\n")], end=end)
+        assert (explaining.explain_run(workspace, "r").explanation is not None) == is_killed
+
+    def test_what_grows_and_is_not_what_torch_held_is_no_leak(self, workspace: Workspace) -> None:
+        steps = [
+            ("event", {"event": {"kind": "metric", "name": "dataset_reserved_bytes", "value": MIB * step}})
+            for step in range(1, 21)
+        ]
+        small = MESSAGE.format(asked="2.00 MiB", free="1.00 GiB")
+        a_failed_run(workspace, "r", [*steps, raised(small)])
+        assert explained(workspace, "r").cause.name != "leak across iterations"
+
+    def test_output_is_searched_for_a_bounded_time(self, workspace: Workspace) -> None:
+        a_failed_run(workspace, "r", [out(f"{PLAIN}\n"), raised(PLAIN)])
+        found = explaining.explain_run(workspace, "r", patience_s=0.0)
+        assert found.facts.found.count == 0
+        assert found.explanation is not None, "the exception is told all the same"
+
     def test_a_run_that_ended_well_has_nothing_to_explain(self, workspace: Workspace) -> None:
         row = a_failed_run(workspace, "r", [out("step 1 of 2, 3.00 GiB in use\n")], end={"code": 0})
         found = explaining.explain_run(workspace, "r")

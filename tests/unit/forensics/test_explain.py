@@ -87,6 +87,11 @@ class TestEachClassOfCause:
         assert "6.50 GiB are reserved by torch and unused" in found.cause.evidence[0]
         assert "expandable_segments:True" in (found.cause.advice or "")
 
+    def test_a_card_that_is_simply_full_is_not_called_fragmented(self) -> None:
+        found = explained(message("20.00 MiB", "0.01 GiB", allocated="93.00 GiB", unused="1.30 GiB"))
+        assert found.cause.name == "too large"
+        assert "98% of the card is allocated by this process" in found.cause.evidence
+
     def test_expandable_segments_are_not_advised_where_they_are_on(self) -> None:
         around = Surroundings(settings={"expandable_segments": True})
         found = explained(message("2.00 GiB", "0.50 GiB", unused="6.50 GiB"), around=around)
@@ -175,6 +180,8 @@ class TestEachClassOfCause:
             ("DefaultCPUAllocator: can't allocate memory: you tried to allocate 3221225472 bytes.",
              "host memory", "not the card's: 3.00 GiB were asked for"),
             ("insufficient shared memory (shm)", "container limit", "/dev/shm"),
+            ("unable to open shared memory object </torch_1> in read-write mode: Too many open files (24)",
+             "container limit", "too many files open"),
             ("Memory cgroup out of memory: Killed process 7", "container limit", "container's memory limit"),
             ("out of resource: shared memory, Required: 131072, Hardware limit: 101376.",
              "shared memory of a kernel", "no lack of memory"),
