@@ -2,9 +2,11 @@
 
 ``PYTHONPATH=payloads:. python -m benchmarks.predictions [--only NAME]… [--json FILE]``, on a machine with a
 card on which nothing else runs. Each case is predicted in a process that sees no card, then run in one of its
-own under the instrument, as ``orch run`` does it; peaks are the allocator's, of each phase. Cases run side by
-side as far as the predictions say that they fit together, which changes times and no peak. The verdicts are
-tried by running a case again under limits around its prediction. Exits with 1 when a bar is missed.
+own under the instrument, as ``orch run`` does it; peaks are the allocator's, of each phase. Parameters,
+gradients and the optimizer's states at the peak must be those of the prediction to the allocator's rounding.
+Cases run side by side as far as the predictions say that they fit together, which changes times and no peak.
+The verdicts are tried by running a case again under limits around its prediction. Exits with 1 when a bar is
+missed.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ CLEAR_SHARE = 0.05  # a verdict counts where the prediction is this far from the
 LIMIT_FACTORS = (0.9, 1.1)
 USABLE_SHARE = 0.9  # of the card, for cases side by side
 CONTEXT_BYTES = GIB  # of each process, more than it takes
+EXACT_CATEGORIES = ("parameter", "gradient", "optimizer_state")
+ROUNDED_BYTES = 512  # of each block
 EXPANDABLE = "expandable_segments:True"
 SMALL = {"num_draft_layers": 3, "seq_len": 2000, "max_anchors": 64, "packed_lengths": [500, 700, 800]}
 """The reference's widths and fewer of everything else: what the dense backends can hold."""
@@ -119,12 +123,20 @@ CASES = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Owned:
+    """What a category held at a run's peak."""
+
+    size_bytes: int
+    blocks: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Ran:
     """What a run measured: the peaks of its phases, and owners at the peak where the instrument told them."""
 
     code: int
     phases: Mapping[str, Mapping[str, int]]
-    owners: Mapping[str, int] = field(default_factory=dict)
+    owners: Mapping[str, Owned] = field(default_factory=dict)
     error: str = ""
 
     @property
@@ -135,19 +147,19 @@ class Ran:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """A case's prediction beside its measurement; ``wrong_verdicts`` says each that did not hold."""
+    """A case's prediction beside its measurement; ``wrong`` says each verdict and owner that did not hold."""
 
     case: Case
     estimate: Mapping[str, Any]
     ran: Ran
     worst_share: float
     bar_share: float
-    wrong_verdicts: Sequence[str] = ()
+    wrong: Sequence[str] = ()
 
     @property
     def is_good(self) -> bool:
         """Whether it is within its bar."""
-        return self.ran.code == 0 and self.worst_share <= self.bar_share and not self.wrong_verdicts
+        return self.ran.code == 0 and self.worst_share <= self.bar_share and not self.wrong
 
 
 class Room:
@@ -225,10 +237,13 @@ def _ran(code: int, told: Sequence[Mapping[str, Any]]) -> Ran:
         if event["kind"] == "metric" and name in ("peak_allocated_gib", "peak_reserved_gib"):
             key = name.replace("_gib", "_bytes")
             phases.setdefault(phase, {})[key] = round(event["value"] * GIB)
-    owners: dict[str, int] = {}
+    owners: dict[str, Owned] = {}
     for event in told:
         if event["kind"] == "memory" and event.get("is_whole"):
-            owners = {owner["category"]: owner["bytes"] for owner in event["owners"]}
+            owners = {
+                owner["category"]: Owned(size_bytes=owner["bytes"], blocks=owner["blocks"])
+                for owner in event["owners"]
+            }
     errors = [f"{event['type']}: {event['message']}" for event in told if event["kind"] == "exception"]
     return Ran(code=code, phases=phases, owners=owners, error=errors[-1] if errors else "")
 
@@ -258,19 +273,45 @@ def try_case(case: Case, card: str, room: Room, folder: Path) -> Found:
         ran=ran,
         worst_share=max(shares, default=float("inf")),
         bar_share=bar,
-        wrong_verdicts=wrong,
+        wrong=[*wrong, *wrong_owners(predicted, ran)],
     )
 
 
 def _try_limit(case: Case, card: str, folder: Path, limit_bytes: int) -> list[str]:
     """Returns what the verdict under a limit got wrong, if it is clear and wrong."""
-    predicted = estimate(case, card, folder, limit_bytes)
-    ran = run(case, folder, limit_bytes)
-    fits = {"fits": True, "does not fit": False}.get(predicted["verdict"])
+    wrong = wrong_verdict(estimate(case, card, folder, limit_bytes), run(case, folder, limit_bytes))
+    return [] if wrong is None else [f"limit {limit_bytes / GIB:.2f} GiB: {wrong}"]
+
+
+def wrong_verdict(predicted: Mapping[str, Any], ran: Ran) -> str | None:
+    """Returns how a run contradicts a clear verdict: another error than of memory contradicts both."""
     distance = abs(predicted["peak_allocated_bytes"] / predicted["capacity_bytes"] - 1)
-    if fits is None or distance <= CLEAR_SHARE or fits == (ran.code == 0):
+    held = {"fits": ran.code == 0, "does not fit": ran.is_out_of_memory}.get(predicted["verdict"], True)
+    if held or distance <= CLEAR_SHARE:
+        return None
+    return f"predicted {predicted['verdict']}, ended with {ran.code}: {ran.error[:80] or 'no error told'}"
+
+
+def wrong_owners(predicted: Mapping[str, Any], ran: Ran) -> list[str]:
+    """Returns which categories at the peak are not as large as predicted, where the run told them.
+
+    Nothing where another phase peaks than was predicted, which phases' own peaks are judged by.
+    """
+    phase = max(predicted["phases"], key=_allocated, default=None)
+    highest = max(ran.phases, key=lambda name: _allocated(ran.phases[name]), default=None)
+    if not ran.owners or phase is None or phase["name"] != highest:
         return []
-    return [f"limit {limit_bytes / GIB:.2f} GiB: predicted {predicted['verdict']}, ended with {ran.code}"]
+    found = []
+    for category in EXACT_CATEGORIES:
+        held = ran.owners.get(category, Owned(size_bytes=0, blocks=0))
+        foreseen = phase["by_category"].get(category, 0)
+        if abs(foreseen - held.size_bytes) > ROUNDED_BYTES * held.blocks:
+            found.append(f"{category}: predicted {foreseen} B, measured {held.size_bytes} B")
+    return found
+
+
+def _allocated(phase: Mapping[str, Any]) -> int:
+    return int(phase["peak_allocated_bytes"])
 
 
 def table(found: Sequence[Found]) -> str:
@@ -289,7 +330,7 @@ def _row(one: Found, phase: Mapping[str, Any]) -> str:
     allocated, reserved = (
         (phase[key] / GIB, measured[key] / GIB) for key in ("peak_allocated_bytes", "peak_reserved_bytes")
     )
-    told = "; ".join(one.wrong_verdicts) or ("" if one.is_good else "MISSED")
+    told = "; ".join(one.wrong) or ("" if one.is_good else "MISSED")
     return (
         f"| {one.case.name} | {phase['name']} | {allocated[0]:.3f} / {allocated[1]:.3f} "
         f"| {allocated[0] / allocated[1] - 1:+.2%} | {reserved[0]:.3f} / {reserved[1]:.3f} | {told} |"

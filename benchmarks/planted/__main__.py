@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -30,6 +31,8 @@ PROJECT = HERE.parents[1]
 LEAST_NAMED_SHARE = 11 / 12
 TENSOR = (TOO_LARGE, LIMIT)
 """The causes where the answer is a tensor, and the words that name it must stand in the first line."""
+PLACE = re.compile(r" at \S+:\d+ \S+")
+"""Where a line of code stands in an answer: a script's own name would name its tensor."""
 ORCH = [sys.executable, "-c", "from orchestrator.cli.main import main; main()"]
 HOLD = """
 import sys, time, torch
@@ -76,14 +79,15 @@ class Answer:
     """What `orch explain` said to a planted failure."""
 
     plant: Plant
-    verdict: str
+    printed: str
     explanation: Mapping[str, Any]
 
     @property
     def is_named(self) -> bool:
         """Whether the first answer is the planted one."""
         cause = (self.explanation.get("cause") or {}).get("name")
-        return cause in self.plant.causes and all(word in self.text.lower() for word in self.plant.words)
+        said = PLACE.sub("", self.text).lower()
+        return cause in self.plant.causes and all(word in said for word in self.plant.words)
 
     @property
     def text(self) -> str:
@@ -111,8 +115,8 @@ def try_plant(plant: Plant, home: Path) -> Answer:
         check=False,
     )
     if told.returncode:
-        return Answer(plant=plant, verdict=done.stdout[-200:], explanation={"answer": told.stderr[-500:]})
-    return Answer(plant=plant, verdict=done.stdout[-200:], explanation=json.loads(told.stdout))
+        return Answer(plant=plant, printed=done.stdout[-200:], explanation={"answer": told.stderr[-500:]})
+    return Answer(plant=plant, printed=done.stdout[-200:], explanation=json.loads(told.stdout))
 
 
 @contextlib.contextmanager
