@@ -4,7 +4,6 @@ Sizes share few factors, so that two tensors of one type and size have one shape
 """
 
 import importlib
-import importlib.util
 import itertools
 import json
 import math
@@ -277,8 +276,6 @@ def test_adamw_keeps_twelve_bytes_for_each_narrow_weight_and_eight_for_a_wide_on
 
 def test_every_place_that_an_entry_names_is_there() -> None:
     places = {shape.born for shape in _all_configurations()} - {vocabulary.NOWHERE}
-    if importlib.util.find_spec("dflash.optimizer") is None:
-        places = {place for place in places if not place.startswith("dflash.optimizer.")}
     for place in places:
         assert callable(_resolved(place)), place
 
