@@ -11,12 +11,11 @@ import torch
 from dflash.config import DrafterConfig
 from dflash.notices import warn_once
 from dflash.platforms import Platform, platform_of
+from dflash.tiling import ALIGNED_BYTES, LEAST_FLEX_HEAD_DIM
 
 ANYWHERE = "sdpa_chunked"
 LAST_RESORT = "sdpa_math"
-ALIGNED_BYTES = 16  # what the memory-efficient kernel reads at a time
 CONSUMER_BLACKWELL = 12  # sm_12x
-LEAST_FLEX_HEAD_DIM = 16  # below, a tile is too narrow for the matrix units
 LARGEST_SM12X_HEAD_DIM = 128  # above, its backward needs more shared memory than such a card has
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from dflash.catalogue.terms import ITEM_BYTES
 from dflash.config import ATTENTION_BACKENDS, DTYPES, RECOMPUTE_POLICIES
-from dflash.probes.oom import OomProbeParams
+from dflash.probes.oom import OPTIMIZERS, OomProbeParams
 from dflash.probes.size import check_counts, check_device
+from dflash.tiling import ALIGNED_BYTES, LEAST_FLEX_HEAD_DIM
 from dflash.values import build, require_choice, require_positive
 
-OPTIMIZERS = ("none", "adamw")
 _DEFAULTS: dict[str, Any] = {part.name: part.default for part in fields(OomProbeParams)}
 
 
@@ -31,7 +31,7 @@ class Parameters:
     attention: str = _as_the_probe("attention")
     recompute: str = _as_the_probe("recompute")
     compile: bool = _as_the_probe("compile")
-    optimizer: str = "none"
+    optimizer: str = _as_the_probe("optimizer")
     chunk_blocks: int = _as_the_probe("chunk_blocks")
     loss_chunk_rows: int = _as_the_probe("loss_chunk_rows")
     num_draft_layers: int = _as_the_probe("num_draft_layers")
@@ -98,14 +98,14 @@ class Parameters:
         if chosen == "flex" and not self._can_flex:
             chosen = "sdpa_chunked"
         if chosen == "sdpa_chunked" and self.is_cuda and self.dtype != "float64":
-            return chosen if self.head_dim * ITEM_BYTES[self.dtype] % 16 == 0 else "sdpa_math"
+            return "sdpa_math" if self.head_dim * ITEM_BYTES[self.dtype] % ALIGNED_BYTES else chosen
         return chosen
 
     @property
     def _can_flex(self) -> bool:
         if not self.is_cuda or not self.compile:
             return self.is_cuda
-        return self.dtype != "float64" and self.head_dim >= 16
+        return self.dtype != "float64" and self.head_dim >= LEAST_FLEX_HEAD_DIM
 
     @property
     def exact(self) -> str:
