@@ -5,7 +5,7 @@ from typing import Any
 
 from dflash.cards import Card
 from dflash.memory.estimating import GIB, Alternative, Estimate
-from dflash.memory.report import Failure, Held, PhasePeaks
+from dflash.memory.report import Failure, Held, PhasePeaks, Report
 
 FORMAT = 1
 LARGEST = 10
@@ -106,7 +106,7 @@ def as_text(estimate: Estimate) -> str:
 
 
 def _lines(estimate: Estimate) -> Iterator[str]:
-    found, trace = estimate.report, estimate.trace
+    trace = estimate.trace
     if trace is None:
         yield f"nothing to estimate: {estimate.notes[0]}"
         return
@@ -116,42 +116,13 @@ def _lines(estimate: Estimate) -> Iterator[str]:
         f"in {estimate.seconds:.1f} s, no GPU was used; ± {100 * estimate.error_share:.0f} %"
     )
     yield ""
-    yield from _table(
-        ("phase", "allocated GiB", "reserved GiB", "verdict"),
-        [
-            (
-                phase.name,
-                _gib(phase.peak_allocated_bytes),
-                _gib(phase.peak_reserved_bytes),
-                found.verdicts.get(phase.name, "-"),
-            )
-            for phase in found.phases
-        ],
-    )
-    if found.phases:
-        highest = max(found.phases, key=lambda phase: phase.peak_allocated_bytes)
-        sums = ", ".join(f"{name} {_gib(size)}" for name, size in highest.by_category().items())
+    yield from _phases(estimate.report)
+    if estimate.report.phases:
         yield ""
-        yield f"at the peak of {highest.name}, GiB: {sums}"
-        yield ""
-        yield from _table(
-            ("largest GiB", "shape", "dtype", "category", "name", "module", "where"),
-            [_row(held) for held in highest.held[:LARGEST]],
-        )
+        yield from _highest(estimate.report)
     if estimate.alternatives is not None:
         yield ""
-        yield from _table(
-            ("with", "allocated GiB", "reserved GiB", "verdict"),
-            [
-                (
-                    alternative.variation.label,
-                    _gib(alternative.report.peak_allocated_bytes),
-                    _gib(alternative.report.peak_reserved_bytes),
-                    alternative.report.verdict,
-                )
-                for alternative in estimate.alternatives
-            ],
-        )
+        yield from _others(estimate.alternatives)
     yield ""
     yield from (f"note: {note}" for note in estimate.notes)
 
@@ -174,6 +145,44 @@ def _verdict_line(estimate: Estimate) -> str:
         f"at {block.where or 'an unknown place'}, "
         f"with {_gib(failure.error.usage.reserved_bytes)} GiB reserved, {room}"
     )
+
+
+def _phases(found: Report) -> Iterator[str]:
+    rows = [
+        (
+            phase.name,
+            _gib(phase.peak_allocated_bytes),
+            _gib(phase.peak_reserved_bytes),
+            found.verdicts.get(phase.name, "-"),
+        )
+        for phase in found.phases
+    ]
+    return _table(("phase", "allocated GiB", "reserved GiB", "verdict"), rows)
+
+
+def _highest(found: Report) -> Iterator[str]:
+    """Yield what the highest peak is made of, by category and tensor by tensor."""
+    highest = max(found.phases, key=lambda phase: phase.peak_allocated_bytes)
+    sums = ", ".join(f"{name} {_gib(size)}" for name, size in highest.by_category().items())
+    yield f"at the peak of {highest.name}, GiB: {sums}"
+    yield ""
+    yield from _table(
+        ("largest GiB", "shape", "dtype", "category", "name", "module", "where"),
+        [_row(held) for held in highest.held[:LARGEST]],
+    )
+
+
+def _others(alternatives: Sequence[Alternative]) -> Iterator[str]:
+    rows = [
+        (
+            alternative.variation.label,
+            _gib(alternative.report.peak_allocated_bytes),
+            _gib(alternative.report.peak_reserved_bytes),
+            alternative.report.verdict,
+        )
+        for alternative in alternatives
+    ]
+    return _table(("with", "allocated GiB", "reserved GiB", "verdict"), rows)
 
 
 def _row(held: Held) -> tuple[str, ...]:
