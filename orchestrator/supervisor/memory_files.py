@@ -39,8 +39,8 @@ class MemoryFiles:
         with self._create("%s-%d.json" % (self._proc, number)) as file:
             file.write(json.dumps(analysis, default=str, indent=1).encode("ascii"))
 
-    def write_snapshot(self, number: int, snapshot: Dict[str, Any], deadline: float) -> str:
-        """Writes the snapshot before ``deadline`` (monotonic); returns its path below the artifacts.
+    def write_snapshot(self, number: int, snapshot: Dict[str, Any], deadline_s: float) -> str:
+        """Writes the snapshot before ``deadline_s`` (monotonic); returns its path below the artifacts.
 
         One that is too large keeps the last events of its history.
 
@@ -51,18 +51,18 @@ class MemoryFiles:
         """
         name = "%s-%d.pickle" % (self._proc, number)
         try:
-            self._dump(name, snapshot, deadline)
+            self._dump(name, snapshot, deadline_s)
         except TooMuch:
             traces = [trace[-MOST_EVENTS_AT_LEAST:] for trace in snapshot.get("device_traces", ())]
-            self._dump(name, dict(snapshot, device_traces=traces), deadline)
+            self._dump(name, dict(snapshot, device_traces=traces), deadline_s)
         return "%s/%s" % (FOLDER, name)
 
-    def _dump(self, name: str, snapshot: Dict[str, Any], deadline: float) -> None:
+    def _dump(self, name: str, snapshot: Dict[str, Any], deadline_s: float) -> None:
         import pickle  # noqa: PLC0415  (who only asks for the folder's name does not pay for it)
 
         with self._create(name) as file:
             try:
-                pickle.dump(snapshot, _Bounded(file, deadline), protocol=_PROTOCOL)
+                pickle.dump(snapshot, _Bounded(file, deadline_s), protocol=_PROTOCOL)
             except BaseException:
                 os.unlink(os.path.join(self._artifacts, FOLDER, name))
                 raise
@@ -85,9 +85,9 @@ class MemoryFiles:
 class _Bounded:
     """A file that takes no more than it may, and not for longer."""
 
-    def __init__(self, file: BinaryIO, deadline: float) -> None:
+    def __init__(self, file: BinaryIO, deadline_s: float) -> None:
         self._file = file
-        self._deadline = deadline
+        self._deadline_s = deadline_s
         self._left = MOST_SNAPSHOT_BYTES
 
     def write(self, data: Any) -> Optional[int]:
@@ -95,7 +95,7 @@ class _Bounded:
         self._left -= len(data)
         if self._left < 0:
             raise TooMuch("the snapshot has more than %d bytes" % MOST_SNAPSHOT_BYTES)
-        if time.monotonic() > self._deadline:
+        if time.monotonic() > self._deadline_s:
             raise TooLate("the time to write the snapshot is over")
         return self._file.write(data)
 

@@ -127,7 +127,7 @@ class MemoryWatch:
 
         return backward_and_look
 
-    def _observe(self, device: int, asked: int, limit: int, free: int) -> None:
+    def _observe(self, device: int, asked_bytes: int, limit_bytes: int, free_bytes: int) -> None:
         """Is called by torch in the thread whose allocation failed, before it raises."""
         if not self._failing.acquire(blocking=False):
             return
@@ -135,14 +135,19 @@ class MemoryWatch:
             self._failures += 1
             if self._failures <= MOST_FAILURES and self._spent_s < MOST_SPENT_S:
                 begun_s = time.monotonic()
-                failed = {"device": device, "asked_bytes": asked, "limit_bytes": limit, "free_bytes": free}
+                failed = {
+                    "device": device,
+                    "asked_bytes": asked_bytes,
+                    "limit_bytes": limit_bytes,
+                    "free_bytes": free_bytes,
+                }
                 self._attempt("tell of the memory that ran out", lambda: self._tell_failure(failed))
                 self._spent_s += time.monotonic() - begun_s
         finally:
             self._failing.release()
 
     def _tell_failure(self, failed: Dict[str, Any]) -> None:
-        deadline = time.monotonic() + PATIENCE_S
+        deadline_s = time.monotonic() + PATIENCE_S
         known = self._known()
         place = self._place(known)
         snapshot = self._torch.cuda.memory._snapshot()  # noqa: SLF001
@@ -156,7 +161,7 @@ class MemoryWatch:
             files, number = self._files, self._failures
             self._attempt(
                 "keep the snapshot",
-                lambda: event.update(snapshot=files.write_snapshot(number, snapshot, deadline)),
+                lambda: event.update(snapshot=files.write_snapshot(number, snapshot, deadline_s)),
             )
             analysis = {
                 "format": 1,
@@ -165,7 +170,7 @@ class MemoryWatch:
                 "statistics": statistics,
             }
             self._attempt("keep the analysis", lambda: files.write_analysis(number, analysis))
-        self._tell("oom", event, deadline - time.monotonic())
+        self._tell("oom", event, deadline_s - time.monotonic())
 
     def _known(self) -> Known:
         try:

@@ -79,7 +79,7 @@ def _limit(size: int | None) -> int | None:
 
 def _estimate(entry: Entry, values: dict[str, object], target: Target, arguments: argparse.Namespace) -> int:
     try:
-        found = estimate(entry, values, target, is_wide=arguments.alternatives)
+        found = estimate(entry, values, target, has_alternatives=arguments.alternatives)
     except CannotEstimate as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 3

@@ -127,7 +127,7 @@ def test_what_does_not_fit_fails_with_the_numbers_of_torchs_message() -> None:
     with pytest.raises(OutOfMemory) as caught:
         model.allocate(3, 40 * MIB + 1)
     error = caught.value
-    assert (error.asked_bytes, error.segment_bytes, error.free_bytes) == (
+    assert (error.requested_bytes, error.segment_bytes, error.free_bytes) == (
         40 * MIB + 512,
         42 * MIB,
         40 * MIB,
@@ -141,7 +141,7 @@ def test_what_does_not_fit_fails_with_the_numbers_of_torchs_message() -> None:
 def test_small_requests_ask_for_a_whole_segment() -> None:
     with pytest.raises(OutOfMemory) as caught:
         allocator(card_bytes=19 * MIB).allocate(0, 2 * MIB)
-    assert (caught.value.asked_bytes, caught.value.segment_bytes) == (2 * MIB, 20 * MIB)
+    assert (caught.value.requested_bytes, caught.value.segment_bytes) == (2 * MIB, 20 * MIB)
 
 
 def test_limit_counts_segments_though_the_card_has_more() -> None:

@@ -33,14 +33,16 @@ class Usage:
 class OutOfMemory(Exception):
     """The card or the process's share of it is used up: what torch would say, as numbers.
 
-    `asked_bytes` is the rounded request, `segment_bytes` what the card was asked for, which torch's message
-    calls "Tried to allocate"; `free_bytes` is what the card would still give, None where only a limit
-    counts.
+    `requested_bytes` is the rounded request, `segment_bytes` what the card was asked for, which torch's
+    message calls "Tried to allocate"; `free_bytes` is what the card would still give, None where only a
+    limit counts.
     """
 
-    def __init__(self, *, asked_bytes: int, segment_bytes: int, free_bytes: int | None, usage: Usage) -> None:
+    def __init__(
+        self, *, requested_bytes: int, segment_bytes: int, free_bytes: int | None, usage: Usage
+    ) -> None:
         super().__init__(f"asked {segment_bytes} bytes with {usage.reserved_bytes} reserved")
-        self.asked_bytes = asked_bytes
+        self.requested_bytes = requested_bytes
         self.segment_bytes = segment_bytes
         self.free_bytes = free_bytes
         self.usage = usage
@@ -72,16 +74,16 @@ class CachingAllocator:
         self.peak_reserved_bytes = 0
         self.retries = 0
 
-    def allocate(self, name: int, size: int, *, stream: int = 0) -> int:
-        """Give `name` a block of at least `size` bytes and return its size [malloc, alloc_found_block].
+    def allocate(self, name: int, size_bytes: int, *, stream: int = 0) -> int:
+        """Give `name` a block of at least so many bytes and return its size [malloc, alloc_found_block].
 
         Raises:
             OutOfMemory: also after all that nobody uses was given back to the card.
         """
         assert name not in self._blocks
-        if not size:
+        if not size_bytes:
             return 0
-        size = self.rounded(size)
+        size = self.rounded(size_bytes)
         pool = self._pool(size, stream)
         block = self._reused(pool, size) or self._fetched(pool, size)
         if self._is_split(block, size):
@@ -189,7 +191,7 @@ class CachingAllocator:
         if block is None:
             free_bytes = None if self._card_bytes is None else self._card_bytes - self.reserved_bytes
             raise OutOfMemory(
-                asked_bytes=size, segment_bytes=segment_bytes, free_bytes=free_bytes, usage=self.usage
+                requested_bytes=size, segment_bytes=segment_bytes, free_bytes=free_bytes, usage=self.usage
             )
         return block
 

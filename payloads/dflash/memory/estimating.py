@@ -77,9 +77,9 @@ def check(entry: Entry, values: Mapping[str, object], target: Target) -> None:
 
 
 def estimate(
-    entry: Entry, values: Mapping[str, object], target: Target, *, is_wide: bool = False
+    entry: Entry, values: Mapping[str, object], target: Target, *, has_alternatives: bool = False
 ) -> Estimate:
-    """Return the estimate; `is_wide` adds the alternatives.
+    """Return the estimate; `has_alternatives` adds the alternatives.
 
     Raises:
         ValueError: a parameter or an allocator setting is refused.
@@ -93,7 +93,7 @@ def estimate(
     outside_bytes, room = room_of(params, target)
     trace = None if why_not else _simulated(entry, params, target)
     found = _no_report() if trace is None else report(trace, settings, room=room, error_share=error_share)
-    others, left_out = _alternatives(entry, values, target, trace) if is_wide and trace else ((), ())
+    others, left_out = _alternatives(entry, values, target, trace) if has_alternatives and trace else ((), ())
     notes = (why_not,) if why_not else _notes(trace, target, outside_bytes)
     if left_out:
         notes = (*notes, f"not estimated, which would take longer: {'; '.join(left_out)}")
@@ -107,7 +107,7 @@ def estimate(
         error_share=error_share,
         notes=notes,
         seconds=time.perf_counter() - started_s,
-        alternatives=others if is_wide else None,
+        alternatives=others if has_alternatives else None,
     )
 
 
