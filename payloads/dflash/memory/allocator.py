@@ -7,9 +7,10 @@ has so many bytes and no others take any; what it cannot give is an `OutOfMemory
 message. Loads without torch.
 """
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from dataclasses import dataclass
 
+from dflash.memory.allocator_pools import Block, Pool, merge_neighbours, split, split_behind
 from dflash.memory.allocator_settings import INTERVALS, MIB, AllocatorSettings
 
 LEAST_BLOCK = 512  # kMinBlockSize: every size is a multiple of it
@@ -65,8 +66,8 @@ class CachingAllocator:
         self._settings = settings
         self._card_bytes = card_bytes
         self._limit_bytes = limit_bytes
-        self._pools: dict[tuple[bool, int], _Pool] = {}
-        self._blocks: dict[int, _Block] = {}
+        self._pools: dict[tuple[bool, int], Pool] = {}
+        self._blocks: dict[int, Block] = {}
         self._next_address = 0
         self.allocated_bytes = 0
         self.reserved_bytes = 0
@@ -87,7 +88,7 @@ class CachingAllocator:
         pool = self._pool(size, stream)
         block = self._reused(pool, size) or self._fetched(pool, size)
         if self._is_split(block, size):
-            block = _split(pool, block, size)
+            block = split(pool, block, size)
         block.is_used = True
         self._blocks[name] = block
         self.allocated_bytes += block.size
@@ -101,7 +102,7 @@ class CachingAllocator:
             return
         self.allocated_bytes -= block.size
         block.is_used = False
-        _merge_neighbours(block)
+        merge_neighbours(block)
         block.pool.insert(block)
 
     def empty_cache(self) -> None:
@@ -147,15 +148,15 @@ class CachingAllocator:
             return self._settings.large_segment_bytes
         return _rounded_up(size, ROUND_SEGMENT)
 
-    def _pool(self, size: int, stream: int) -> "_Pool":
+    def _pool(self, size: int, stream: int) -> Pool:
         key = (size <= LARGEST_SMALL, stream)
         pool = self._pools.get(key)
         if pool is None:
             page = SMALL_SEGMENT if key[0] else self._settings.large_segment_bytes
-            pool = self._pools[key] = _Pool(is_small=key[0], page=page)
+            pool = self._pools[key] = Pool(is_small=key[0], page=page)
         return pool
 
-    def _reused(self, pool: "_Pool", size: int) -> "_Block | None":
+    def _reused(self, pool: Pool, size: int) -> Block | None:
         """Take the smallest free block that is large enough, if it may be used [get_free_block]."""
         free, settings = pool.free, self._settings
         pool.requests += 1
@@ -176,7 +177,7 @@ class CachingAllocator:
         del free[index]
         return block
 
-    def _fetched(self, pool: "_Pool", size: int) -> "_Block":
+    def _fetched(self, pool: Pool, size: int) -> Block:
         """Take a block from the card, giving it back what nobody uses when it has none [malloc]."""
         if self._settings.garbage_collection_threshold and self._limit_bytes is not None:
             self._collect_garbage(self._limit_bytes)
@@ -195,7 +196,7 @@ class CachingAllocator:
             )
         return block
 
-    def _new_block(self, pool: "_Pool", size: int, segment_bytes: int) -> "_Block | None":
+    def _new_block(self, pool: Pool, size: int, segment_bytes: int) -> Block | None:
         """Return a block of the card's, at least `size` large, or None [alloc_block]."""
         if self._limit_bytes is not None and self.reserved_bytes + segment_bytes > self._limit_bytes:
             return None
@@ -204,7 +205,7 @@ class CachingAllocator:
         if not self._has_room(segment_bytes):
             return None
         self._reserve(segment_bytes)
-        return _Block(pool, self._new_address(), segment_bytes)
+        return Block(pool, self._new_address(), segment_bytes)
 
     def _has_room(self, size: int) -> bool:
         return self._card_bytes is None or self.reserved_bytes + size <= self._card_bytes
@@ -217,7 +218,7 @@ class CachingAllocator:
         self._next_address += APART
         return self._next_address
 
-    def _grown(self, pool: "_Pool", size: int) -> "_Block | None":
+    def _grown(self, pool: Pool, size: int) -> Block | None:
         """Return a free block that pages were mapped behind, or None [try_allocate_expandable_block]."""
         block = self._place_to_grow(pool, size)
         if not block.is_mapped and not self._map(block, min(block.size, size)):
@@ -231,12 +232,12 @@ class CachingAllocator:
         pool.remove(block)
         return block
 
-    def _place_to_grow(self, pool: "_Pool", size: int) -> "_Block":
+    def _place_to_grow(self, pool: Pool, size: int) -> Block:
         """Return the lowest place with so much address space, free or unmapped [find_expandable_block]."""
         for _, candidate in pool.unmapped:
             before = candidate.before
             first = before if before is not None and not before.is_used else candidate
-            block: _Block | None = first
+            block: Block | None = first
             found = 0
             while block is not None and found < size and not block.is_used:
                 found += block.size
@@ -246,12 +247,12 @@ class CachingAllocator:
         # Every segment has room for nine eighths of the card, so that pages can move to its end.
         space = APART // 2 if self._card_bytes is None else self._card_bytes * 9 // 8
         address = self._new_address()
-        block = _Block(pool, address, _rounded_up(max(space, size), pool.page))
+        block = Block(pool, address, _rounded_up(max(space, size), pool.page))
         block.segment, block.is_mapped = address, False
         pool.insert(block)
         return block
 
-    def _map(self, block: "_Block", size: int) -> bool:
+    def _map(self, block: Block, size: int) -> bool:
         """Map whole pages at the beginning of an unmapped block; all of them or none [map_block]."""
         pool = block.pool
         mapped = min(_rounded_up(size, pool.page), block.size)
@@ -259,16 +260,16 @@ class CachingAllocator:
             return False
         pool.remove(block)
         if mapped < block.size:
-            _split_behind(block, mapped)
+            split_behind(block, mapped)
             assert block.after is not None
             pool.insert(block.after)
         block.is_mapped = True
-        _merge_neighbours(block)
+        merge_neighbours(block)
         pool.insert(block)
         self._reserve(mapped)
         return True
 
-    def _unmap(self, block: "_Block") -> None:
+    def _unmap(self, block: Block) -> None:
         """Give back the whole pages of a free block [unmap_block, release_expandable_segment]."""
         pool, start = block.pool, block.segment
         assert start is not None
@@ -278,26 +279,26 @@ class CachingAllocator:
             return
         pool.remove(block)
         if first > block.address:
-            _split_behind(block, first - block.address)
+            split_behind(block, first - block.address)
             pool.insert(block)
             assert block.after is not None
             block = block.after
         if size < block.size:
-            _split_behind(block, size)
+            split_behind(block, size)
             assert block.after is not None
             pool.insert(block.after)
         block.is_mapped = False
-        _merge_neighbours(block)
+        merge_neighbours(block)
         self.reserved_bytes -= size
         if not block.is_whole:
             pool.insert(block)
 
-    def _release(self, block: "_Block") -> None:
+    def _release(self, block: Block) -> None:
         """Give a whole segment back to the card [release_block]."""
         block.pool.remove(block)
         self.reserved_bytes -= block.size
 
-    def _release_oversize(self, pool: "_Pool", size: int) -> bool:
+    def _release_oversize(self, pool: Pool, size: int) -> bool:
         """Give back blocks that are never split, as many as it takes [release_available_cached_blocks]."""
         largest = self._settings.max_split_bytes
         if largest is None:
@@ -329,118 +330,12 @@ class CachingAllocator:
                 self._release(block)
             whole = [block for block in whole if block.age < mean_age]
 
-    def _is_split(self, block: "_Block", size: int) -> bool:
+    def _is_split(self, block: Block, size: int) -> bool:
         """Return whether what a block has over stays free [should_split]."""
         rest, settings = block.size - size, self._settings
         if block.pool.is_small or settings.expandable_segments:
             return rest >= LEAST_BLOCK
         return rest > LARGEST_SMALL and (settings.max_split_bytes is None or size < settings.max_split_bytes)
-
-
-class _Block:
-    """A range of addresses; `before` and `after` are its neighbours in its segment.
-
-    `segment` is the address where the segment begins if it is one that grows. `born_at` is the pool's count
-    of requests when the block became free.
-    """
-
-    __slots__ = ("address", "after", "before", "born_at", "is_mapped", "is_used", "pool", "segment", "size")
-
-    def __init__(self, pool: "_Pool", address: int, size: int) -> None:
-        self.pool = pool
-        self.address = address
-        self.size = size
-        self.before: _Block | None = None
-        self.after: _Block | None = None
-        self.segment: int | None = None
-        self.is_used = False
-        self.is_mapped = True
-        self.born_at = 0
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the block is all of its segment."""
-        return self.before is None and self.after is None
-
-    @property
-    def growable(self) -> int:
-        """The size that it could have with the unmapped addresses behind it."""
-        after = self.after
-        return self.size if after is None or after.is_mapped else self.size + after.size
-
-    @property
-    def age(self) -> int:
-        """How many requests its pool has had since it became free."""
-        return self.pool.requests - self.born_at
-
-
-class _Pool:
-    """The free blocks of one stream and kind, by size, and the unmapped ones, by address.
-
-    `page` is what a segment that grows is mapped in.
-    """
-
-    __slots__ = ("free", "is_small", "page", "requests", "unmapped")
-
-    def __init__(self, *, is_small: bool, page: int) -> None:
-        self.is_small = is_small
-        self.page = page
-        self.free: list[tuple[int, int, _Block]] = []
-        self.unmapped: list[tuple[int, _Block]] = []
-        self.requests = 0
-
-    @property
-    def largest_free(self) -> int:
-        return self.free[-1][0] if self.free else 0
-
-    def insert(self, block: _Block) -> None:
-        if block.is_mapped:
-            block.born_at = self.requests
-            insort(self.free, (block.size, block.address, block))
-        else:
-            insort(self.unmapped, (block.address, block))
-
-    def remove(self, block: _Block) -> None:
-        if block.is_mapped:
-            del self.free[bisect_left(self.free, (block.size, block.address))]
-        else:
-            del self.unmapped[bisect_left(self.unmapped, (block.address,))]
-
-
-def _split(pool: _Pool, block: _Block, size: int) -> _Block:
-    """Return a block that was taken out of the pool, cut to a size; what is left of it is free."""
-    _split_behind(block, size)
-    assert block.after is not None
-    pool.insert(block.after)
-    return block
-
-
-def _split_behind(block: _Block, size: int) -> None:
-    """Cut a block to a size; what is left becomes a block behind it, in no pool yet."""
-    rest = _Block(block.pool, block.address + size, block.size - size)
-    rest.segment, rest.is_mapped = block.segment, block.is_mapped
-    rest.before, rest.after = block, block.after
-    if rest.after is not None:
-        rest.after.before = rest
-    block.after, block.size = rest, size
-
-
-def _merge_neighbours(block: _Block) -> None:
-    """Move free neighbours of the same kind from the pool into the block [try_merge_blocks]."""
-    before, after = block.before, block.after
-    if before is not None and not before.is_used and before.is_mapped == block.is_mapped:
-        block.pool.remove(before)
-        block.address = before.address
-        block.size += before.size
-        block.before = before.before
-        if block.before is not None:
-            block.before.after = block
-    if after is not None and not after.is_used and after.is_mapped == block.is_mapped:
-        block.pool.remove(after)
-        block.size += after.size
-        block.after = after.after
-        if block.after is not None:
-            block.after.before = block
 
 
 def _rounded_up(size: int, step: int) -> int:
