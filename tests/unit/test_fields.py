@@ -4,6 +4,7 @@ import subprocess
 
 import pytest
 
+from orchestrator import fields
 from orchestrator.errors import UsageError
 from orchestrator.fields import (
     CardCount,
@@ -22,6 +23,7 @@ from orchestrator.fields import (
     parse_size,
     parse_variable,
 )
+from orchestrator.supervisor.instrument import MEMORY_HISTORY_VARIABLE
 
 
 @pytest.mark.parametrize("module", ["dflash", "dflash.probe", "dflash.cli.oom_2"])
@@ -89,6 +91,10 @@ def test_a_switch_of_the_instrument_is_0_or_1_and_no_secret() -> None:
         check_variable("ORCH_MEMORY_HISTORY", "off")
     with pytest.raises(UsageError, match="no secret"):
         parse_variable("ORCH_MEMORY_HISTORY", {"secret": True, "from_env": "X"}, where="x.yaml:1")
+
+
+def test_the_switches_are_those_that_the_instrument_reads() -> None:
+    assert fields._SWITCHES == (MEMORY_HISTORY_VARIABLE,)
 
 
 def test_a_boolean_value_asks_for_quotes() -> None:
