@@ -17,7 +17,7 @@ FUSED = {"attention": "flex", "compile": True}
 
 
 def shapes(row: Row) -> Iterator[Shape]:
-    """Yield them."""
+    """Yield what attention makes of a row."""
     yield from _dense(row)
     yield _log_sums(row)
     for blocks in (row.math_blocks, row.last_math_blocks):

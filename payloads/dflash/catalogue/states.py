@@ -15,7 +15,7 @@ UNCOMPILED = "nothing is compiled and the type is bfloat16 or float16"
 
 
 def shapes(row: Row) -> Iterator[Shape]:
-    """Yield them."""
+    """Yield the states of a row."""
     yield from _inputs(row)
     yield from _context(row)
     yield from _slots(row)

@@ -16,7 +16,7 @@ NAIVE = "a loss holds all logits at once, as logits.float() does; dflash never d
 
 
 def shapes(row: Row) -> Iterator[Shape]:
-    """Yield them."""
+    """Yield what of a row meets the vocabulary."""
     yield from _valid_slots(row)
     yield from _chunk(row)
     yield from _naive(row)

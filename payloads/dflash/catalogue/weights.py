@@ -14,7 +14,7 @@ DRAFTER, ATTENTION, SWIGLU = (
 
 
 def shapes(row: Row) -> Iterator[Shape]:
-    """Yield them; they depend on no row."""
+    """Yield the weights and what is kept of each; they depend on no row."""
     head = (("vocabulary", row.V), ("hidden", row.H))
     yield Shape(
         name="embed_tokens.weight or lm_head.weight",

@@ -24,7 +24,7 @@ class SimulatedMachine(Machine):
         self.simulation.forget_peaks()
 
     def peaks_gib(self) -> dict[str, float]:
-        """Return nothing."""
+        """Return no peaks."""
         return {}
 
     def release(self) -> None:
