@@ -359,6 +359,46 @@ def test_no_blocks_overlap_nothing_is_lost_and_all_of_it_comes_back(
     assert not any(pool.free or pool.unmapped for pool in model._pools.values())
 
 
+@settings(max_examples=300, deadline=None)
+@given(
+    conf=st.sampled_from([*CONFS, "garbage_collection_threshold:0.5"]),
+    steps=STEPS,
+    card_mib=st.integers(40, 1000),
+    is_limit=st.booleans(),
+)
+def test_larger_card_makes_no_difference_where_no_bounds_were_met(
+    conf: str, steps: list[tuple[str, int]], card_mib: int, is_limit: bool
+) -> None:
+    bound = "limit_bytes" if is_limit else "card_bytes"
+    first, *others = (
+        allocator(conf, **limits)
+        for limits in ({bound: card_mib * MIB}, {bound: card_mib * MIB * 21 // 20}, dict[str, int]())
+    )
+    expected = history(first, steps)
+    for other in others:
+        assert first.has_met_bounds or history(other, steps) == expected
+
+
+def history(model: CachingAllocator, steps: list[tuple[str, int]]) -> list[Any]:
+    """Return the model's usage after each step, and None where it failed."""
+    found: list[Any] = []
+    live: list[int] = []
+    for name, (step, number) in enumerate(steps):
+        failed = False
+        if step == "allocate":
+            try:
+                model.allocate(name, number)
+                live.append(name)
+            except OutOfMemory:
+                failed = True
+        elif step == "free" and live:
+            model.free(live.pop(number % len(live)))
+        elif step == "empty":
+            model.empty_cache()
+        found.append(None if failed else (model.usage, model.peak_reserved_bytes))
+    return found
+
+
 def check_layout(model: CachingAllocator) -> None:
     """Walk the segments: neighbours touch, free ones are merged, what is mapped is what is reserved."""
     seen: set[Any] = set(model._blocks.values())

@@ -53,7 +53,8 @@ class CachingAllocator:
     """Blocks by name, in pools by stream; a name is the caller's and is free again once its block is.
 
     `card_bytes` is what the card can give to this allocator, `limit_bytes` the process's share of it
-    (`setMemoryFraction`); None is without end.
+    (`setMemoryFraction`); None is without end. While `has_met_bounds` is false a larger card, and a larger
+    share, would have made no difference.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class CachingAllocator:
         self.peak_allocated_bytes = 0
         self.peak_reserved_bytes = 0
         self.retries = 0
+        self.has_met_bounds = False
 
     def allocate(self, name: int, size_bytes: int, *, stream: int = 0) -> int:
         """Give `name` a block of at least so many bytes and return its size [malloc, alloc_found_block].
@@ -199,6 +201,7 @@ class CachingAllocator:
     def _new_block(self, pool: Pool, size: int, segment_bytes: int) -> Block | None:
         """Return a block of the card's, at least `size` large, or None [alloc_block]."""
         if self._limit_bytes is not None and self.reserved_bytes + segment_bytes > self._limit_bytes:
+            self.has_met_bounds = True
             return None
         if self._settings.expandable_segments:
             return self._grown(pool, size)
@@ -208,7 +211,9 @@ class CachingAllocator:
         return Block(pool, self._new_address(), segment_bytes)
 
     def _has_room(self, size: int) -> bool:
-        return self._card_bytes is None or self.reserved_bytes + size <= self._card_bytes
+        has_room = self._card_bytes is None or self.reserved_bytes + size <= self._card_bytes
+        self.has_met_bounds |= not has_room
+        return has_room
 
     def _reserve(self, size: int) -> None:
         self.reserved_bytes += size
@@ -245,6 +250,7 @@ class CachingAllocator:
             if found >= size:
                 return first
         # Every segment has room for nine eighths of the card, so that pages can move to its end.
+        self.has_met_bounds |= bool(pool.unmapped)
         space = APART // 2 if self._card_bytes is None else self._card_bytes * 9 // 8
         address = self._new_address()
         block = Block(pool, address, _rounded_up(max(space, size), pool.page))
@@ -319,6 +325,7 @@ class CachingAllocator:
         surplus = self.reserved_bytes - int(self._settings.garbage_collection_threshold * limit_bytes)
         if surplus <= 0:
             return
+        self.has_met_bounds = True
         pools = [pool for pool in self._pools.values() if not pool.is_small]
         whole = [block for pool in pools for _, _, block in pool.free if block.is_whole]
         reclaimed = 0

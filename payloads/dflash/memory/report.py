@@ -110,12 +110,10 @@ def report(trace: Trace, settings: AllocatorSettings, *, room: Room, error_share
     the error, and fits when nothing fails there; on one that is larger by it, and does not fit when something
     fails even there. In between the estimate does not know.
     """
-    free = _replay(trace, settings, Room())
     if room.capacity_bytes is None:
-        return Report(phases=free.phases, verdicts={}, failure=None)
-    here = _replay(trace, settings, room)
-    tight = _replay(trace, settings, room.times(1 / (1 + error_share)))
-    wide = _replay(trace, settings, room.times(1 / (1 - error_share)))
+        return Report(phases=_replay(trace, settings, Room()).phases, verdicts={}, failure=None)
+    rooms = (room.times(1 / (1 + error_share)), room, room.times(1 / (1 - error_share)), Room())
+    tight, here, wide, free = _replays(trace, settings, rooms)
     verdicts: dict[str, Verdict] = {
         phase.name: "does not fit"
         if phase.name in wide.failures
@@ -132,6 +130,7 @@ def report(trace: Trace, settings: AllocatorSettings, *, room: Room, error_share
 class _Replay:
     phases: tuple[PhasePeaks, ...]
     failures: Mapping[str, Failure]
+    has_met_bounds: bool
 
 
 class _Phase:
@@ -143,6 +142,15 @@ class _Phase:
         self.births = 0
         self.peak_allocated_bytes, self.peak_event = model.allocated_bytes, event
         self.peak_reserved_bytes = model.reserved_bytes
+
+
+def _replays(trace: Trace, settings: AllocatorSettings, rooms: Sequence[Room]) -> list[_Replay]:
+    """Return a replay in each room, from the smallest to the largest, one for all that make no difference."""
+    found: list[_Replay] = []
+    for room in rooms:
+        is_same = bool(found) and not found[-1].has_met_bounds
+        found.append(found[-1] if is_same else _replay(trace, settings, room))
+    return found
 
 
 def _replay(trace: Trace, settings: AllocatorSettings, room: Room) -> _Replay:
@@ -187,6 +195,7 @@ def _replay(trace: Trace, settings: AllocatorSettings, room: Room) -> _Replay:
             for phase, blocks in zip(seen, held, strict=True)
         ),
         failures=failures,
+        has_met_bounds=model.has_met_bounds,
     )
 
 
