@@ -13,7 +13,12 @@ from dataclasses import dataclass
 from dflash.values import unknown
 
 GIB = 2**30
+MOST_GIB = 4096  # more than any card has
+MAJORS = range(5, 16)  # architectures that torch has kernels for, and some to come
+MOST_SHOWN = 60  # characters of what is refused
+SOLD_SHARE = 0.04  # a card reports so much less than it is sold with, at most
 _SAID = re.compile(r"(?P<size>\d+(?:\.\d+)?) ?GiB:sm_?(?P<capability>\d{2,3})", re.IGNORECASE)
+_SIZE_ALONE = re.compile(r"(?P<size>\d+(?:\.\d+)?) ?(?:Gi?B?)?(?::.*)?", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,24 +40,46 @@ def parse_card(text: str) -> Card:
     """Return the card of that key, or the one that `SIZEGiB:sm_XY` says.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: it is neither, or says what no card is.
     """
     key = text.strip().lower()
     if key in CARDS:
         return CARDS[key]
     said = _SAID.fullmatch(text.strip())
     if said is None:
-        raise ValueError(f"{unknown('card', text, CARDS)}; or say size and architecture, as 96GiB:sm_120")
+        raise ValueError(_what_to_say(text))
     digits, size = said["capability"], float(said["size"])
     capability = (int(digits[:-1]), int(digits[-1]))
-    if size <= 0:
-        raise ValueError(f"card {text!r} has no memory; say its size, as 96GiB:sm_120")
+    if size > MOST_GIB:
+        raise ValueError(f"card {_cut(text)!r} has more than {MOST_GIB} GiB; say its size, as 96GiB:sm_120")
+    if int(size * GIB) <= 0:
+        raise ValueError(f"card {_cut(text)!r} has no memory; say its size, as 96GiB:sm_120")
+    if capability[0] not in MAJORS:
+        raise ValueError(
+            f"card {text!r}: sm_{digits} is no architecture between sm_{MAJORS[0]}0 and sm_{MAJORS[-1]}9; "
+            "an H200 has sm_90, an RTX PRO 6000 sm_120"
+        )
     return Card(
         name=f"a card of {size:g} GiB",
         key=f"{size:g}GiB:sm_{digits}",
         capability=capability,
         total_bytes=int(size * GIB),
     )
+
+
+def _what_to_say(text: str) -> str:
+    sized = _SIZE_ALONE.fullmatch(text.strip())
+    if sized is None:
+        return f"{unknown('card', _cut(text), CARDS)}; or say size and architecture, as 96GiB:sm_120"
+    size = float(sized["size"])
+    sold = [card for card in CARDS.values() if 1 - SOLD_SHARE <= card.total_bytes / GIB / max(size, 1) <= 1]
+    known = ", ".join(f"{card.key} has {card.total_bytes / GIB:.2f} GiB" for card in sold)
+    hint = f"; what is sold with that much reports less: {known}" if known else ""
+    return f"card {_cut(text)!r} names no size in GiB with an architecture, as 96GiB:sm_120{hint}"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
 
 
 def _known(key: str, name: str, gib: float, capability: tuple[int, int]) -> Card:
