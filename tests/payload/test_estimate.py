@@ -138,6 +138,12 @@ def test_estimates_in_one_process_do_not_disturb_each_other(
         assert events.read() == ""  # nobody hears of metrics that were not measured
 
 
+def test_a_card_beside_the_first_is_named_as_one_that_a_run_may_not_see() -> None:
+    told = "device is cuda:7: a run that sees fewer than 8 cards fails at its start"
+    assert on_small_card(device="cuda:7")["notes"][0] == told
+    assert not any("sees fewer" in note for note in on_small_card()["notes"])
+
+
 def test_tensor_that_does_not_fit_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     options = [*arguments(attention="eager", compile=False, seq_len=4000), "--card", "1GiB:sm_80"]
     options += ["--memory-limit-bytes", str(CONTEXT_BYTES + 60 * 2**20)]

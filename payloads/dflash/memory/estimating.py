@@ -94,7 +94,7 @@ def estimate(
     trace = None if why_not else _simulated(entry, params, target)
     found = _no_report() if trace is None else report(trace, settings, room=room, error_share=error_share)
     others, left_out = _alternatives(entry, values, target, trace) if has_alternatives and trace else ((), ())
-    notes = (why_not,) if why_not else _notes(trace, target, outside_bytes)
+    notes = (why_not,) if why_not else _notes(params, trace, target, outside_bytes)
     if left_out:
         notes = (*notes, f"not estimated, which would take longer: {'; '.join(left_out)}")
     return Estimate(
@@ -174,13 +174,23 @@ def _no_report() -> Report:
     return Report(phases=(), verdicts={}, failure=None)
 
 
-def _notes(trace: Trace | None, target: Target, outside_bytes: int) -> tuple[str, ...]:
+def _notes(params: Any, trace: Trace | None, target: Target, outside_bytes: int) -> tuple[str, ...]:
     assert trace is not None
     assumed = f"{outside_bytes / GIB:.2f} GiB outside the allocator (CUDA context, kernels) are assumed"
     notes = [f"{assumed}, as measured on an H200 with torch 2.11"]
     if target.card is None:
         notes.append(f"no card was named: kernels are those of {trace.card.describe()}")
+    place = _place(params.device)
+    if place:
+        # Which cards a run sees is not known here; one that is given a single card sees cuda:0 alone.
+        told = f"device is {params.device}: a run that sees fewer than {place + 1} cards fails at its start"
+        notes.insert(0, told)
     return (*notes, *trace.notes)
+
+
+def _place(device: str) -> int:
+    """Return which of the cards that a run sees the program takes."""
+    return int(device.partition(":")[2] or 0)
 
 
 def _alternatives(

@@ -95,7 +95,7 @@ class TwoRows(DrafterSize):
 
 def check_device(device: str, memory_limit_gib: float | None) -> None:
     """Refuse what names no device, and a memory limit where nothing can keep it."""
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+    if not re.fullmatch(r"cpu|cuda(:\d{1,4})?", device):
         raise ValueError(f"device is {device!r}; it must be cpu, cuda or cuda:N")
     if memory_limit_gib is None:
         return
