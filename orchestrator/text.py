@@ -85,6 +85,11 @@ def gib(size_bytes: float) -> str:
     return f"{size_bytes / 1024**3:.2f} GiB"
 
 
+def sized(size_bytes: int) -> str:
+    """Returns a size in GiB, and one that would be next to nothing in GiB in its own unit."""
+    return gib(size_bytes) if size_bytes >= 2**30 // 10 else size_text(size_bytes)
+
+
 def size_text(size_bytes: int) -> str:
     """Returns a size in the largest unit of which there is one."""
     size, unit = float(size_bytes), 0

@@ -14,7 +14,7 @@ from orchestrator.forensics import message_kinds as kinds
 from orchestrator.forensics.growth import Growth
 from orchestrator.forensics.messages import OomMessage
 from orchestrator.forensics.numbers import Balance
-from orchestrator.text import gib
+from orchestrator.text import sized
 
 TOO_LARGE = "too large"
 FRAGMENTATION = "fragmentation"
@@ -83,15 +83,15 @@ def contributing(main: Cause, balance: Balance, around: Surroundings) -> Iterato
     if main.name != LEAK:
         yield from (_growth_text(growth) for growth in around.growths)
     if main.name not in (OTHER_PROCESS, LIMIT) and balance.others_bytes >= _WORTH_NAMING_BYTES:
-        yield f"other processes hold {gib(balance.others_bytes)} of the card"
+        yield f"other processes hold {sized(balance.others_bytes)} of the card"
     if main.name != OTHER_PROCESS:
         yield from around.strangers
         if (balance.unseen_bytes or 0) >= _WORTH_NAMING_BYTES:
             yield _unseen_text(balance)
     if (balance.private_pools_bytes or 0) >= _WORTH_NAMING_BYTES:
-        yield f"{gib(balance.private_pools_bytes or 0)} are kept for CUDA graphs and free for nothing else"
+        yield f"{sized(balance.private_pools_bytes or 0)} are kept for CUDA graphs and free for nothing else"
     if main.name != OUTSIDE and (balance.outside_bytes or 0) >= 2 * _WORTH_NAMING_BYTES:
-        outside = gib(balance.outside_bytes or 0)
+        outside = sized(balance.outside_bytes or 0)
         yield f"this process holds {outside} beside torch's allocator: its context, NCCL, other libraries"
 
 
@@ -121,9 +121,11 @@ def _is_fragmented(balance: Balance) -> bool:
 
 def _fragmentation(balance: Balance, around: Surroundings) -> Cause:
     unused, asked = balance.unallocated_bytes or 0, balance.asked_bytes or 0
-    evidence = [f"{gib(unused)} are reserved by torch and unused, {gib(asked)} were asked for in one piece"]
+    evidence = [
+        f"{sized(unused)} are reserved by torch and unused, {sized(asked)} were asked for in one piece"
+    ]
     if balance.largest_free_bytes is not None:
-        evidence.append(f"the largest unused piece is {gib(balance.largest_free_bytes)}")
+        evidence.append(f"the largest unused piece is {sized(balance.largest_free_bytes)}")
     if around.is_expandable:
         advice = (
             "segments are expandable already: make sizes vary less from step to step (pad batches to a few "
@@ -133,7 +135,9 @@ def _fragmentation(balance: Balance, around: Surroundings) -> Cause:
         advice = _EXPANDABLE
     return Cause(
         name=FRAGMENTATION,
-        sentence=f"fragmentation: enough memory is reserved and unused ({gib(unused)}), in pieces too small",
+        sentence=(
+            f"fragmentation: enough memory is reserved and unused ({sized(unused)}), in pieces too small"
+        ),
         evidence=tuple(evidence),
         advice=advice,
     )
@@ -141,10 +145,10 @@ def _fragmentation(balance: Balance, around: Surroundings) -> Cause:
 
 def _limited(balance: Balance, around: Surroundings) -> Cause:
     free, asked = balance.free_bytes or 0, balance.asked_bytes or 0
-    evidence = [f"the driver had {gib(free)} free, more than the {gib(asked)} that were asked for"]
+    evidence = [f"the driver had {sized(free)} free, more than the {sized(asked)} that were asked for"]
     if balance.limit_bytes is not None:
-        held = "" if balance.reserved_bytes is None else f", and it holds {gib(balance.reserved_bytes)}"
-        evidence.append(f"torch may take {gib(balance.limit_bytes)} of this card{held}")
+        held = "" if balance.reserved_bytes is None else f", and it holds {sized(balance.reserved_bytes)}"
+        evidence.append(f"torch may take {sized(balance.limit_bytes)} of this card{held}")
     if around.is_limited:
         sentence = "the run's memory limit, which makes the card look smaller than it is"
         advice: str | None = None
@@ -177,18 +181,18 @@ def _foreign_unseen(balance: Balance) -> int:
 
 
 def _unseen_text(balance: Balance) -> str:
-    unseen = gib(balance.unseen_bytes or 0)
+    unseen = sized(balance.unseen_bytes or 0)
     if balance.outside_bytes is None:
         return f"{unseen} are not torch's: other processes hold them, or libraries of this one"
     return f"{unseen} are held by processes that this one cannot see"
 
 
 def _taken(balance: Balance, around: Surroundings) -> Cause:
-    who = [f"{name} holds {gib(size)}" for name, size in balance.others[:5]]
+    who = [f"{name} holds {sized(size)}" for name, size in balance.others[:5]]
     unseen = _foreign_unseen(balance)
     if unseen >= _WORTH_NAMING_BYTES:
         who.append(_unseen_text(balance))
-    foreign = gib(balance.others_bytes + unseen)
+    foreign = sized(balance.others_bytes + unseen)
     return Cause(
         name=OTHER_PROCESS,
         sentence=f"others hold {foreign} of this card; without them it would have fitted",
@@ -212,7 +216,7 @@ def _leak(balance: Balance, around: Surroundings) -> Cause | None:
         name=LEAK,
         sentence=(
             "something may keep memory from step to step: it grew until it was out, by "
-            f"{gib(growth.per_step_bytes)} each time"
+            f"{sized(growth.per_step_bytes)} each time"
         ),
         evidence=(_growth_text(growth),),
         advice=(
@@ -234,7 +238,7 @@ def _is_of_card(growth: Growth, balance: Balance) -> bool:
 
 
 def _growth_text(growth: Growth) -> str:
-    sizes = f"from {gib(growth.first_bytes)} to {gib(growth.last_bytes)}"
+    sizes = f"from {sized(growth.first_bytes)} to {sized(growth.last_bytes)}"
     return f"{growth.name} went {sizes} in {growth.steps} steps"
 
 
@@ -242,20 +246,22 @@ def _too_large(balance: Balance, around: Surroundings) -> Cause:
     asked, room = balance.asked_bytes or 0, balance.room_bytes
     if room is None:
         return Cause(name=TOO_LARGE, sentence="more was asked for than was left")
-    evidence = [f"{gib(asked - room)} more than there was room for" if asked > room else "nothing was left"]
+    evidence = [f"{sized(asked - room)} more than there was room for" if asked > room else "nothing was left"]
     if around.is_limited and balance.limit_bytes is not None:
-        evidence.append(f"within the run's memory limit, of which torch may take {gib(balance.limit_bytes)}")
+        evidence.append(
+            f"within the run's memory limit, of which torch may take {sized(balance.limit_bytes)}"
+        )
     if balance.capacity_bytes and balance.allocated_bytes is not None:
         share = balance.allocated_bytes / balance.capacity_bytes
         evidence.append(f"{share:.0%} of the card is allocated by this process")
     unused = balance.unallocated_bytes or 0
     advice: str | None = None
     if not around.is_expandable and asked <= room + unused:
-        evidence.append(f"torch keeps {gib(unused)} more, unused and in pieces: with it there was enough")
+        evidence.append(f"torch keeps {sized(unused)} more, unused and in pieces: with it there was enough")
         advice = _EXPANDABLE
     return Cause(
         name=TOO_LARGE,
-        sentence=f"too large for the {gib(room)} that were left",
+        sentence=f"too large for the {sized(room)} that were left",
         evidence=tuple(evidence),
         advice=advice,
     )
@@ -268,8 +274,8 @@ def _outside(message: OomMessage, _balance: Balance, around: Surroundings) -> Ca
     who = message.detail or "a library"
     told = [_growth_text(growth) for growth in around.growths]
     if around.peak_reserved_bytes is not None:
-        of = "" if around.card_bytes is None else f" of the card's {gib(around.card_bytes)}"
-        told.insert(0, f"torch kept up to {gib(around.peak_reserved_bytes)}{of}, which others cannot use")
+        of = "" if around.card_bytes is None else f" of the card's {sized(around.card_bytes)}"
+        told.insert(0, f"torch kept up to {sized(around.peak_reserved_bytes)}{of}, which others cannot use")
     return Cause(
         name=OUTSIDE,
         sentence=f"{who} got no memory on the card beside torch's allocator",
@@ -286,7 +292,7 @@ def _host(message: OomMessage, _balance: Balance, around: Surroundings) -> Cause
         kinds.PINNED: "pinned (page-locked) memory of the host",
         kinds.KILLED: "the host's memory: the kernel killed a process",
     }.get(message.detail or "", "the host's memory, not the card's")
-    asked = "" if message.asked_bytes is None else f": {gib(message.asked_bytes)} were asked for"
+    asked = "" if message.asked_bytes is None else f": {sized(message.asked_bytes)} were asked for"
     return Cause(
         name=HOST,
         sentence=f"{what}{asked}",
@@ -342,7 +348,7 @@ def _killed(around: Surroundings) -> Cause:
 
 def _rss(around: Surroundings) -> tuple[str, ...]:
     peak = around.peak_rss_bytes
-    return () if peak is None else (f"the run's largest process had {gib(peak)} of the host's memory",)
+    return () if peak is None else (f"the run's largest process had {sized(peak)} of the host's memory",)
 
 
 _BY_KIND = {

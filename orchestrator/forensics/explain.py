@@ -37,7 +37,7 @@ from orchestrator.forensics.messages import Found, OomMessage
 from orchestrator.forensics.naming import LIKELY, Candidate, Naming
 from orchestrator.forensics.numbers import Balance, balance_of
 from orchestrator.forensics.outlook import Outlook, Remedy, foreseen, remedies_of
-from orchestrator.text import gib
+from orchestrator.text import sized
 
 __all__ = ["Explanation", "Facts", "asked_size", "device_of", "explain", "failure_of"]
 
@@ -202,7 +202,7 @@ def _declared_remedy(naming: Naming | None) -> Mapping[str, Any] | None:
 
 
 def _asked_text(balance: Balance) -> str:
-    return balance.asked_text or gib(balance.asked_bytes or 0)
+    return balance.asked_text or sized(balance.asked_bytes or 0)
 
 
 def _for_what(capture: Capture) -> str:
@@ -231,7 +231,7 @@ def _asked(
     if balance.free_text is not None:
         yield balance.free_text
     if balance.limit_bytes is not None:
-        yield f"torch may take {gib(balance.limit_bytes)} of it"
+        yield f"torch may take {sized(balance.limit_bytes)} of it"
     if capture is not None:
         if capture.module:
             yield f"module {capture.module}"
@@ -243,23 +243,23 @@ def _asked(
 def _held(balance: Balance, capture: Capture | None) -> Iterator[str]:
     if balance.allocated_bytes is not None:
         unused = balance.unallocated_bytes
-        kept = "" if unused is None else f", {gib(unused)} reserved and unused"
+        kept = "" if unused is None else f", {sized(unused)} reserved and unused"
         pools = balance.private_pools_bytes
-        graphs = "" if not pools else f" (of it {gib(pools)} for CUDA graphs)"
-        yield f"torch: {gib(balance.allocated_bytes)} allocated{graphs}{kept}"
+        graphs = "" if not pools else f" (of it {sized(pools)} for CUDA graphs)"
+        yield f"torch: {sized(balance.allocated_bytes)} allocated{graphs}{kept}"
     if capture is not None:
         for owner in capture.owners:
             blocks = "" if owner.blocks is None else f" in {owner.blocks} blocks"
-            yield f"  {owner.category}: {gib(owner.size_bytes)}{blocks}"
-        yield from (f"  made in module {name}: {gib(size)}" for name, size in capture.modules[:5])
+            yield f"  {owner.category}: {sized(owner.size_bytes)}{blocks}"
+        yield from (f"  made in module {name}: {sized(size)}" for name, size in capture.modules[:5])
         for block in capture.largest[:5]:
             shape = "" if block.shape is None else f" {list(block.shape)} {block.dtype or ''}".rstrip()
             whose = block.name or block.module or block.category
             place = f", {block.where}" if block.where else ""
-            yield f"  {gib(block.size_bytes)}: {whose}{shape}{place}"
+            yield f"  {sized(block.size_bytes)}: {whose}{shape}{place}"
     if balance.outside_bytes is not None:
-        yield f"this process beside torch's allocator: {gib(balance.outside_bytes)}"
-    yield from (f"{name}: {gib(size)}" for name, size in balance.others[:8])
+        yield f"this process beside torch's allocator: {sized(balance.outside_bytes)}"
+    yield from (f"{name}: {sized(size)}" for name, size in balance.others[:8])
 
 
 # Which tensor
@@ -296,7 +296,7 @@ def _notes(facts: Facts, message: OomMessage | None) -> Iterator[str]:
     first = facts.found.first
     if first is not None and message is not None and _differs(first, message):
         line = "" if first.line is None else f" (line {first.line})"
-        asked = first.asked_text or (None if first.asked_bytes is None else gib(first.asked_bytes))
+        asked = first.asked_text or (None if first.asked_bytes is None else sized(first.asked_bytes))
         what = f"{asked} asked, {first.kind}" if asked else f"{first.kind}"
         yield f"the first of {facts.found.count} messages{line} is another one: {what}: {first.text}"
         if facts.first_naming is not None and facts.first_naming.candidates:

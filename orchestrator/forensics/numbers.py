@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from orchestrator.forensics.asked import MOST_ASKED_BYTES
 from orchestrator.forensics.captures import Capture
 from orchestrator.forensics.messages import OomMessage
-from orchestrator.text import gib
+from orchestrator.text import sized
 
 CONTEXT_BYTES = 2 * 2**30  # at most, of one process: beyond it a process holds more than torch knows of
 _NOISE_BYTES = 64 * 2**20  # two decimals of several numbers in GiB
@@ -57,8 +57,8 @@ class Balance:
         """What was free by the driver, in words."""
         if self.free_bytes is None:
             return None
-        of = "" if self.capacity_bytes is None else f" of {gib(self.capacity_bytes)}"
-        return f"{gib(self.free_bytes)}{of} free by the driver"
+        of = "" if self.capacity_bytes is None else f" of {sized(self.capacity_bytes)}"
+        return f"{sized(self.free_bytes)}{of} free by the driver"
 
     @property
     def room_bytes(self) -> int | None:

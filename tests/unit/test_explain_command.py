@@ -100,3 +100,15 @@ def test_a_name_that_stands_twice_in_the_parameters_is_refused(inventory: Path, 
     path.write_text('{"max_anchors": 512, "max_anchors": 256}')
     done = explained(inventory, "--message", "-", "--params", str(path), text="x")
     assert "'max_anchors' stands there twice" in str(done.exception)
+
+
+def test_without_an_experiment_the_program_to_predict_is_asked_for(inventory: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "payloads" / "probe"
+    folder.mkdir(parents=True)
+    for name in ("__init__", "estimate", "shapes"):
+        (folder / f"{name}.py").touch()
+    text = "CUDA out of memory. Tried to allocate 22.00 GiB. GPU 0 has a total capacity of 94.97 GiB of which"
+    params = tmp_path / "params.json"
+    params.write_text("{}")
+    done = explained(inventory, "--message", "-", "--params", str(params), text=text)
+    assert "nothing is predicted: name the program with --experiment" in done.output

@@ -287,6 +287,12 @@ class TestTheTensor:
         assert found is not None
         assert (found.balance.asked_bytes is None) == (asked != 1)
 
+    def test_small_sizes_are_told_in_their_own_unit(self) -> None:
+        event = capture(asked_bytes=20 * 2**20, free_bytes=2**20, reserved_bytes=0)
+        found = explain(Facts(captures=(event,)))
+        assert found is not None
+        assert found.answer.startswith("out of memory: 20.0 MiB asked; too large for the 1.0 MiB that were")
+
     def test_a_capture_of_another_failure_is_not_mixed_with_it(self) -> None:
         other, own = capture(asked_bytes=3 * GIB, module="a"), capture(asked_bytes=8 * GIB, module="b")
         found = explained(message("8.00 GiB", "1.00 GiB"), captures=(own, other))
