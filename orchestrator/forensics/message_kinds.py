@@ -119,6 +119,7 @@ _SIGNS = (
         ("DefaultCPUAllocator",),
         r"DefaultCPUAllocator:\s+(?:can't\s+allocate|not\s+enough)\s+memory"
         r"(?::\s+you\s+tried\s+to\s+allocate\s+(?P<bytes>\d{1,18})\s+bytes)?",
+        is_first=True,
     ),
     _sign(
         HOST,
@@ -127,7 +128,11 @@ _SIGNS = (
         r"Unable to allocate (?P<size>\d{1,18}(?:\.\d{1,12})? (?:bytes|[KMGT]iB)) for an array",
     ),
     _sign(
-        HOST, PINNED, ("cudaHost", "HostAllocator"), r"cudaHost(?:Alloc|Register)[^\n]{0,80}(?:fail|error)"
+        HOST,
+        PINNED,
+        ("cudaHost",),
+        r"cudaHost(?:Alloc|Register)[^\n]{0,80}(?:fail|error)",
+        is_first=True,
     ),
     _sign(HOST, KILLED, ("Killed process",), r"Out of memory: Killed process \d+"),
     _sign(HOST, KILLED, ("by signal: Killed",), r"DataLoader worker[^\n]{0,60} is killed by signal: Killed"),
