@@ -11,6 +11,7 @@ Shape letters: R rows, C rows of one chunk, P distinct teacher tokens of one chu
 H hidden, V vocabulary.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -114,13 +115,13 @@ def _plan_chunks(
         teacher.tokens_R, return_inverse=True, return_counts=True
     )
     on_device, index_on_device_R = to_device(tokens, device), to_device(index_R, device)
-    ends = counts.cumsum(0)
+    ends = counts.cumsum(0).tolist()
     chunk_rows = min(chunk_rows, rows)
     chunks, first_row, first_token = [], 0, 0
     while first_row < rows:
         # As many tokens as fit, and at least one.
-        end_token = max(first_token + 1, int(torch.searchsorted(ends, first_row + chunk_rows, right=True)))
-        end_row = int(ends[end_token - 1])
+        end_token = max(first_token + 1, bisect_right(ends, first_row + chunk_rows))
+        end_row = ends[end_token - 1]
         chunks.append(
             _Chunk(
                 rows=slice(first_row, end_row),
