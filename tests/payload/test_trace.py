@@ -5,6 +5,7 @@ The figures are those of docs/performance.md and docs/oom-probe.md: torch 2.11, 
 
 import contextlib
 import dataclasses
+import gc
 import math
 import resource
 import weakref
@@ -102,6 +103,12 @@ def test_eager_attention_asks_for_what_failed_on_an_h200() -> None:
     assert before_gib == pytest.approx(13.57, abs=0.006)
     # Hundreds of GiB, of which not one is real.
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 200 * 1024
+
+
+def test_python_s_collector_is_afterwards_what_it_was() -> None:
+    before = gc.get_threshold()
+    trace(lambda: None, card=parse_card("h200"))
+    assert (gc.get_threshold(), gc.get_freeze_count()) == (before, 0)
 
 
 # -- against real runs on the CPU

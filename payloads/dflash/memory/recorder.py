@@ -24,6 +24,9 @@ from dflash.platforms import SIMULATED
 
 aten = torch.ops.aten
 
+_DEVICE = torch.ops.prim.device.default
+_TO_COPY = aten._to_copy.default
+_SCALAR = aten._local_scalar_dense.default
 KEPT_ELEMENTS = 2**20
 _VALUES = "_values_on_host"
 # Constants, whose values are known, and what only moves them.
@@ -129,7 +132,7 @@ class Recorder(TorchDispatchMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run one operator: on the host as it is, on the card in shapes only."""
-        if function is torch.ops.prim.device.default:
+        if function is _DEVICE:  # two of three calls
             return SIMULATED
         named = dict(kwargs or {})
         device = named.get("device")
@@ -139,12 +142,12 @@ class Recorder(TorchDispatchMode):
             return self._on_card(function, args, named)
         if device != SIMULATED:
             return function(*args, **named)
-        if function is aten._to_copy.default:
+        if function is _TO_COPY:
             return self._to_card(args[0], named)
         return self._on_card(function, args, named)
 
     def _on_card(self, function: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        if function is aten._local_scalar_dense.default:
+        if function is _SCALAR:
             return self._scalar(args[0])
         steps = STEPS.get(function)
         if steps is not None and not self._is_quiet:

@@ -17,6 +17,8 @@ from torch.utils._pytree import tree_map_only
 from dflash.platforms import SIMULATED
 
 META = torch.device("meta")
+_SLICE = torch.ops.aten.slice.Tensor
+_AS_STRIDED = torch.ops.aten.as_strided.default
 # Operators that take indices and values from the host as well.
 _FROM_HOST = {
     torch.ops.aten.copy_.default,
@@ -102,10 +104,10 @@ class Results:
 
     def of(self, function: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         """Return what the operator returns."""
-        if function is torch.ops.aten.slice.Tensor and not named:
+        if function is _SLICE and not named:
             # Those of chunks differ from call to call.
             return _slice(*args)
-        if function is torch.ops.aten.as_strided.default:  # from where the storage begins
+        if function is _AS_STRIDED:  # from where the storage begins
             return _asked(function, args, named)
         return self.remembered(
             function, (*args, *named, *named.values()), lambda: _asked(function, args, named)
