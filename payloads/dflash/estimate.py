@@ -13,6 +13,7 @@ cannot do it.
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -88,4 +89,5 @@ def _estimate(entry: Entry, values: dict[str, object], target: Target, arguments
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
     sys.exit(main())

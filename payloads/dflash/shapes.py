@@ -14,6 +14,7 @@ Exit codes: 0 answered, 2 a parameter is refused.
 """
 
 import json
+import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -117,4 +118,5 @@ def _dimension(name: str, size: Term) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
     sys.exit(main())

@@ -6,8 +6,10 @@ import functools
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -325,6 +327,21 @@ def test_parameters_are_refused_before_torch_is_loaded() -> None:
     subprocess.run(
         [sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)}, timeout=60
     )
+
+
+@pytest.mark.parametrize("words", [["estimate", "--entry", "dflash.probes.dispatch"], ["shapes"]])
+def test_a_reader_that_leaves_ends_the_program_without_a_word(words: list[str], tmp_path: Path) -> None:
+    params = tmp_path / "params.json"
+    params.write_text("{}")
+    reader, writer = os.pipe()
+    os.close(reader)
+    program = [sys.executable, "-m", f"dflash.{words[0]}", *words[1:], "--params", str(params)]
+    environment = {"PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run(
+        program, env=environment, stdout=writer, stderr=subprocess.PIPE, timeout=60, check=False
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, b"")
 
 
 def test_every_entry_has_few_of_parameters_that_it_has() -> None:
