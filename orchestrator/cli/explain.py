@@ -122,9 +122,7 @@ def _check(
     run: str | None, message: str | None, snapshot: Path | None, of_message: Mapping[str, object]
 ) -> None:
     if [run, message, snapshot].count(None) != 2:
-        raise click.UsageError(
-            "name a run (or `last`), or a message with --message FILE, or a snapshot with --snapshot FILE"
-        )
+        raise click.UsageError("name one of: a run (or `last`), --message FILE, --snapshot FILE")
     given = [option for option, value in of_message.items() if value is not None]
     if message is None and given:
         raise click.UsageError(f"{given[0]} goes with --message: a run has its own")

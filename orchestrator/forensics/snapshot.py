@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator.errors import OrchError, StorageError
+from orchestrator.errors import UsageError
 from orchestrator.forensics import plain_pickle
 from orchestrator.supervisor import memory_blocks
 from orchestrator.supervisor.memory_files import MOST_SNAPSHOT_BYTES
@@ -46,23 +46,22 @@ def read_snapshot(path: Path) -> dict[str, Any]:
     """Returns a snapshot of at most 128 MiB.
 
     Raises:
-        StorageError: the file cannot be read.
-        OrchError: it is too large, is no pickle of plain containers, or has another form.
+        UsageError: it cannot be read, is too large, is no pickle of plain containers, or has another form.
     """
     try:
         with path.open("rb") as file:
             data = file.read(MOST_SNAPSHOT_BYTES + 1)
     except OSError as error:
-        raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
     if len(data) > MOST_SNAPSHOT_BYTES:
         size_mib = MOST_SNAPSHOT_BYTES // 2**20
-        raise OrchError(f"{path}: has more than {size_mib} MiB; look at it with pytorch.org/memory_viz")
+        raise UsageError(f"{path}: has more than {size_mib} MiB; look at it with pytorch.org/memory_viz")
     try:
         snapshot = plain_pickle.read(data)
         _check(snapshot)
     except (plain_pickle.PickleRefused, _Odd) as error:
         what = printable(f"{path}: is no memory snapshot that can be read: {error}")
-        raise OrchError(f"{what}; fetch it again, or look at it with pytorch.org/memory_viz") from None
+        raise UsageError(f"{what}; fetch it again, or look at it with pytorch.org/memory_viz") from None
     checked: dict[str, Any] = snapshot
     return checked
 

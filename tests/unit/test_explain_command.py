@@ -32,8 +32,8 @@ def explained(inventory: Path, *words: str, text: str | bytes = "") -> Result:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([], "name a run (or `last`), or a message with --message FILE"),
-        (["last", "--message", "x"], "name a run (or `last`), or a message"),
+        ([], "name one of: a run (or `last`), --message FILE, --snapshot FILE"),
+        (["last", "--message", "x"], "name one of: a run"),
         (["last", "--params", "x"], "--params goes with --message: a run has its own"),
         (["--message", "x", "--profile", "p"], "--profile needs --experiment"),
     ],

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.cli.explain import explain
-from orchestrator.errors import OrchError, StorageError
+from orchestrator.errors import UsageError
 from orchestrator.forensics import plain_pickle
 from orchestrator.forensics.plain_pickle import PickleRefused
 from orchestrator.forensics.snapshot import read_snapshot, summarise
@@ -245,17 +245,17 @@ def test_snapshot_of_a_process_that_used_no_card_is_read(tmp_path: Path) -> None
 def test_other_form_is_refused_with_what_is_odd(changed: Any, says: str, tmp_path: Path) -> None:
     path = tmp_path / "odd.pickle"
     path.write_bytes(pickle.dumps(changed))
-    with pytest.raises(OrchError, match="is no memory snapshot that can be read") as caught:
+    with pytest.raises(UsageError, match="is no memory snapshot that can be read") as caught:
         read_snapshot(path)
     assert says in str(caught.value)
     assert "; fetch it again" in str(caught.value)
 
 
 def test_file_that_is_too_large_or_not_there_says_so(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="cannot be read: No such file"):
+    with pytest.raises(UsageError, match="cannot be read: No such file"):
         read_snapshot(tmp_path / "none")
     path = tmp_path / "large"
     with path.open("wb") as file:
         file.truncate(MOST_SNAPSHOT_BYTES + 1)
-    with pytest.raises(OrchError, match="more than 128 MiB"):
+    with pytest.raises(UsageError, match="more than 128 MiB"):
         read_snapshot(path)
