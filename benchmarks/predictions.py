@@ -5,8 +5,8 @@ card on which nothing else runs. Each case is predicted in a process that sees n
 own under the instrument, as ``orch run`` does it; peaks are the allocator's, of each phase. Parameters,
 gradients and the optimizer's states at the peak must be those of the prediction to the allocator's rounding.
 Cases run side by side as far as the predictions say that they fit together, which changes times and no peak.
-The verdicts are tried by running a case again under limits around its prediction. Exits with 1 when a bar is
-missed.
+The verdicts are tried by running a case again, alone, under limits around its prediction. Exits with 1 when a
+bar is missed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -249,16 +249,11 @@ def _ran(code: int, told: Sequence[Mapping[str, Any]]) -> Ran:
 
 
 def try_case(case: Case, card: str, room: Room, folder: Path) -> Found:
-    """Predicts a case and runs it, under limits as well if it asks for that."""
+    """Predicts a case and runs it."""
     predicted = estimate(case, card, folder)
     taken = room.take(predicted["peak_reserved_bytes"] + CONTEXT_BYTES)
     try:
         ran = run(case, folder)
-        wrong = [
-            verdict
-            for factor in (LIMIT_FACTORS if case.is_limited else ())
-            for verdict in _try_limit(case, card, folder, int(predicted["peak_reserved_bytes"] * factor))
-        ]
     finally:
         room.give_back(taken)
     shares = [
@@ -273,14 +268,18 @@ def try_case(case: Case, card: str, room: Room, folder: Path) -> Found:
         ran=ran,
         worst_share=max(shares, default=float("inf")),
         bar_share=bar,
-        wrong=[*wrong, *wrong_owners(predicted, ran)],
+        wrong=wrong_owners(predicted, ran),
     )
 
 
-def _try_limit(case: Case, card: str, folder: Path, limit_bytes: int) -> list[str]:
-    """Returns what the verdict under a limit got wrong, if it is clear and wrong."""
-    wrong = wrong_verdict(estimate(case, card, folder, limit_bytes), run(case, folder, limit_bytes))
-    return [] if wrong is None else [f"limit {limit_bytes / GIB:.2f} GiB: {wrong}"]
+def try_limits(found: Found, card: str, folder: Path) -> Found:
+    """Runs a case again under limits around its prediction: alone, since a limit counts the whole card."""
+    case, told = found.case, []
+    for factor in LIMIT_FACTORS:
+        limit_bytes = int(found.estimate["peak_reserved_bytes"] * factor)
+        wrong = wrong_verdict(estimate(case, card, folder, limit_bytes), run(case, folder, limit_bytes))
+        told += [] if wrong is None else [f"limit {limit_bytes / GIB:.2f} GiB: {wrong}"]
+    return replace(found, wrong=[*found.wrong, *told])
 
 
 def wrong_verdict(predicted: Mapping[str, Any], ran: Ran) -> str | None:
@@ -349,6 +348,7 @@ def main() -> int:
     room = Room(total_bytes)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.at_once) as pool:
         found = list(pool.map(lambda case: try_case(case, card, room, Path(folder)), chosen))
+        found = [try_limits(one, card, Path(folder)) if one.case.is_limited else one for one in found]
     options.json.write_text(json.dumps([asdict(one) for one in found], indent=2))
     print(f"{card}, predicted by torch {found[0].estimate['torch']} without a card\n\n{table(found)}")
     return int(not all(one.is_good for one in found))

@@ -97,7 +97,8 @@ class Answer:
 
 def try_plant(plant: Plant, home: Path) -> Answer:
     """Lets one program fail and asks why."""
-    environment = {**os.environ, "ORCH_HOME": str(home), "PYTHONPATH": str(PROJECT)}
+    paths = filter(None, [str(PROJECT), os.environ.get("PYTHONPATH")])
+    environment = {**os.environ, "ORCH_HOME": str(home), "PYTHONPATH": os.pathsep.join(paths)}
     words = [str(HERE / plant.file), "--host", "local", "--json"]
     if plant.file.endswith(".py"):
         words += ["--devices", "0", "--share"]

@@ -1,5 +1,5 @@
-"""Asks the machine itself, not the card, for 64 TiB."""
+"""Asks the machine itself, not the card, for more than there can be."""
 
 import torch
 
-torch.empty(2**46, dtype=torch.uint8)
+torch.empty(2**62, dtype=torch.uint8)

@@ -137,10 +137,7 @@ def _of_message(
     loaded = None if experiment is None else load_experiment(experiment, profile=profile)
     with ExitStack() as opened:
         try:
-            if message == "-":
-                file: IO[str] = click.get_text_stream("stdin", encoding="utf-8", errors="backslashreplace")
-            else:
-                file = opened.enter_context(Path(message).open(encoding="utf-8", errors="backslashreplace"))
+            file = opened.enter_context(click.open_file(message, encoding="utf-8", errors="backslashreplace"))
             return explaining.explain_text(workspace, _pieces(file), params=given, experiment=loaded)
         except OSError as error:
             raise UsageError(f"{message}: cannot be read: {error.strerror}") from error

@@ -80,10 +80,10 @@ class ProgramCommand(click.Command):
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             is_near = error.possibilities and not any(word.endswith(".py") for word in words)
-            if "--" not in words and not is_near:
-                error.possibilities = None
-                error.message = f"{error.message.rstrip('.')}; a program's own options go behind --"
-            raise
+            if "--" in words or is_near:
+                raise
+            message = f"{error.message.rstrip('.')}; a program's own options go behind --"
+            raise click.NoSuchOption(error.option_name, message, ctx=error.ctx) from None
 
 
 @contextmanager

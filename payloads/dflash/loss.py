@@ -12,7 +12,7 @@ H hidden, V vocabulary.
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -100,8 +100,7 @@ class _Chunk:
 
     @property
     def size(self) -> int:
-        count: int = self.rows.stop - self.rows.start
-        return count
+        return _length(self.rows)
 
 
 def _plan_chunks(
@@ -115,22 +114,39 @@ def _plan_chunks(
         teacher.tokens_R, return_inverse=True, return_counts=True
     )
     on_device, index_on_device_R = to_device(tokens, device), to_device(index_R, device)
+    return [
+        _Chunk(
+            rows=part,
+            tokens_P=on_device[tokens],
+            token_of_row_C=index_on_device_R[part] - tokens.start,
+        )
+        for part, tokens in _chunks_between_tokens(counts, chunk_rows)
+    ]
+
+
+def largest_chunk(teachers_R: Tensor, chunk_rows: int) -> tuple[int, int]:
+    """Return the rows and the distinct teacher tokens that the loss holds logits of at once."""
+    _, counts = torch.unique_consecutive(teachers_R, return_counts=True)
+    chunks = list(_chunks_between_tokens(counts, chunk_rows))
+    return max((_length(rows) for rows, _ in chunks), default=0), max(
+        (_length(tokens) for _, tokens in chunks), default=0
+    )
+
+
+def _chunks_between_tokens(counts: Tensor, chunk_rows: int) -> Iterator[tuple[slice, slice]]:
+    """Yield each chunk's rows and tokens: as many tokens as fit, and at least one."""
     ends = counts.cumsum(0).tolist()
-    chunk_rows = min(chunk_rows, rows)
-    chunks, first_row, first_token = [], 0, 0
-    while first_row < rows:
-        # As many tokens as fit, and at least one.
+    first_row, first_token = 0, 0
+    while first_token < len(ends):
         end_token = max(first_token + 1, bisect_right(ends, first_row + chunk_rows))
         end_row = ends[end_token - 1]
-        chunks.append(
-            _Chunk(
-                rows=slice(first_row, end_row),
-                tokens_P=on_device[first_token:end_token],
-                token_of_row_C=index_on_device_R[first_row:end_row] - first_token,
-            )
-        )
+        yield slice(first_row, end_row), slice(first_token, end_token)
         first_row, first_token = end_row, end_token
-    return chunks
+
+
+def _length(part: slice) -> int:
+    length: int = part.stop - part.start
+    return length
 
 
 class _ChunkScores(NamedTuple):

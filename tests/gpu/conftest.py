@@ -7,9 +7,25 @@ Without a card these tests fail, since they run only where somebody asked for th
 
 import gc
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+
+HERE = Path(__file__).parent
+# torch warns its own code of itself, of what is loaded with the first compilation on a card.
+TORCH_TO_ITSELF = (
+    "ignore:.*torch.jit.script_method:DeprecationWarning",
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
+    "ignore:Synchronization debug mode is a prototype:UserWarning",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            for line in TORCH_TO_ITSELF:
+                item.add_marker(pytest.mark.filterwarnings(line))
 
 
 @pytest.fixture

@@ -82,6 +82,7 @@ def sizes(shape: Shape) -> set[int]:
     return found
 
 
+@pytest.mark.filterwarnings("ignore:attention. flex attention runs uncompiled")
 @pytest.mark.parametrize(
     ("attention", "compiles"),
     [

@@ -163,3 +163,12 @@ def test_limit_counts_before_the_card() -> None:
     assert found.verdict == "does not fit"
     assert found.failure is not None
     assert found.failure.error.free_bytes == 900 * MIB
+
+
+def test_a_category_is_what_its_blocks_asked_for_and_what_was_not_split_off_is_told_apart() -> None:
+    first, second = block(0, 40.5, "parameter"), block(1, 41.5)
+    events = (Born(0), Died(0), Born(1), Died(1))
+    trace = run((first, second), events)
+    (phase,) = report(trace, parse_alloc_conf(""), room=Room(card_bytes=None), error_share=ERROR).phases
+    assert phase.peak_allocated_bytes == 42 * MIB
+    assert phase.by_category() == {"activation": int(41.5 * MIB), "unsplit": MIB // 2}

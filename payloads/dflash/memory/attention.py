@@ -70,9 +70,8 @@ def _by_steps(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) ->
     if bias is not None:
         scores_BAQK.add_(bias)
     scores_BAQK = aten._safe_softmax(scores_BAQK, -1)
-    mixed_BAQD = torch.matmul(scores_BAQK, value_BAKD).to(query.dtype)
-    scores_BAQK.to(query.dtype)  # the second result, which nobody keeps
-    return mixed_BAQD
+    _second = scores_BAQK.to(query.dtype)  # comes first, lives as long as the rest, and nobody keeps it
+    return torch.matmul(scores_BAQK, value_BAKD).to(query.dtype)
 
 
 def _for_each_head(part_BGKD: Tensor, query: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ Loads without torch; the work itself does not.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,14 +18,14 @@ Params = Any
 class Entry:
     """One program; `work` None where there is nothing to estimate, and `why_not` says so.
 
-    `few` are counts that a simulated run needs no more of: every step allocates what the first one did.
+    `few` are parameters that a simulated run does without, because they change nothing that is allocated.
     `brief` does what is enough to compare configurations; None where the program compares some itself.
     """
 
     module: str
     params: type[Params]
     work: Callable[[Params], object] | None
-    few: Mapping[str, object]
+    few: Mapping[str, object] = field(default_factory=dict)
     brief: Callable[[Params], object] | None = None
     why_not: str | None = None
 
@@ -38,7 +38,7 @@ class Entry:
         return build(self.params, values, what="parameter")
 
     def run(self, params: Params, *, is_brief: bool = False) -> None:
-        """Do the work, with as few repetitions as show what it allocates."""
+        """Do the work, without what allocates nothing."""
         work = self.brief if is_brief else self.work
         assert work is not None
         work(replace(params, **self.few))
@@ -62,39 +62,34 @@ ENTRIES = {
             module="dflash.probes.anchors",
             params=anchors.AnchorSweepParams,
             work=anchors.work,
-            few={"iterations": 1},
         ),
         Entry(
             module="dflash.probes.backends",
             params=backends.BackendMatrixParams,
             work=backends.work,
-            few={"iterations": 1},
         ),
         Entry(
             module="dflash.probes.bench",
             params=bench.BenchParams,
             work=bench.work,
-            few={"warmups": 0, "iterations": 1, "profile": False},
+            few={"warmups": 0, "profile": False},
         ),
         Entry(
             module="dflash.probes.dispatch",
             params=dispatch.DispatchParams,
             work=None,
-            few={},
             why_not="dflash.probes.dispatch asks torch with small tensors: there is nothing to estimate",
         ),
         Entry(
             module="dflash.probes.inference",
             params=inference.InferenceProbeParams,
             work=inference.work,
-            few={"iterations": 1},
             brief=partial(inference.work, is_brief=True),
         ),
         Entry(
             module="dflash.probes.oom",
             params=oom.OomProbeParams,
             work=oom.work,
-            few={"iterations": 1},
             brief=partial(oom.work, is_brief=True),
         ),
     )

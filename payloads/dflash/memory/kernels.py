@@ -89,7 +89,13 @@ def _put_indices(
     return [rows * 8] * 4
 
 
+def _softmax_backward(gradient: Tensor, *_rest: Any) -> Sequence[int]:
+    # softmax_backward_cuda_out, SoftMax.cu: gradient · output.
+    return [_bytes(gradient)]
+
+
 TEMPORARIES: dict[Any, Temporaries] = {
+    aten._softmax_backward_data.default: _softmax_backward,
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
     aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
@@ -113,12 +119,9 @@ def _log_sum_exp(rows: Tensor, dims: Sequence[int], keepdim: bool = False) -> Te
 
 def _safe_softmax(rows: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
     # _safe_softmax, SoftMax.cpp: a softmax, and zeros where a row has nothing to look at.
-    shares = aten._softmax.default(rows if dtype is None else rows.to(dtype), dim, False)
-    is_nothing = aten.all.dim(aten.eq.Scalar(rows, -math.inf), dim, True)
-    result: Tensor = aten.where.self(
-        is_nothing, aten.scalar_tensor.default(0.0, dtype=shares.dtype, device=shares.device), shares
-    )
-    return result
+    shares: Tensor = aten._softmax.default(rows if dtype is None else rows.to(dtype), dim, False)
+    aten.all.dim(aten.eq.Scalar(rows, -math.inf), dim, True)
+    return shares  # the zeros are written where it stands
 
 
 # What CUDA computes step by step; called with the recorder on, so that each step's result is seen.

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from dflash.memory.allocator import CachingAllocator, OutOfMemory
+from dflash.memory.allocator import LEAST_BLOCK, CachingAllocator, OutOfMemory
 from dflash.memory.allocator_settings import AllocatorSettings
 from dflash.memory.log import Block, Born, Died, Trace
 
@@ -57,11 +57,16 @@ class PhasePeaks:
     held: tuple[Held, ...]
 
     def by_category(self) -> dict[str, int]:
-        """Return the peak's bytes by category, largest first."""
+        """Return the peak's bytes by category, largest first.
+
+        What a block has beyond its own request, because the allocator did not split it, is "unsplit".
+        """
         sums: Counter[str] = Counter()
         for held in self.held:
-            sums[held.block.category] += held.allocated_bytes
-        return dict(sums.most_common())
+            asked_bytes = -(-held.block.bytes // LEAST_BLOCK) * LEAST_BLOCK
+            sums[held.block.category] += asked_bytes
+            sums["unsplit"] += held.allocated_bytes - asked_bytes
+        return {category: size for category, size in sums.most_common() if size}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,6 +18,7 @@ from dflash.probes.work.workload import (
     open_workplace,
     random_row,
     step_name,
+    steps_to_take,
 )
 
 REPORTED_METRICS = ("accuracy", "teacher_accuracy", "avg_streak", "teacher_avg_streak", "grad_norm")
@@ -83,7 +84,7 @@ def _measure(
     for number in range(scenario.warmups):
         _timed(step, drafter, row, machine, seed=params.seed + number)
     durations_ms: list[float] = []
-    for number in range(scenario.iterations):
+    for number in steps_to_take(drafter, row, params.seed, range(scenario.iterations)):
         values, duration_ms = _timed(step, drafter, row, machine, seed=params.seed + number)
         durations_ms.append(duration_ms)
         emit_metric(f"{scenario.name}.iteration_ms", duration_ms, step=number)

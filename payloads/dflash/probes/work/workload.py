@@ -17,9 +17,11 @@ from dflash.blocks import Blocks, lay_out
 from dflash.config import DrafterConfig
 from dflash.drafter import DFlashDrafter
 from dflash.execution import Execution, choose_execution
+from dflash.loss import largest_chunk
 from dflash.metrics import Metrics
 from dflash.optimizer import MasterAdamW
 from dflash.packing import HOST, pack
+from dflash.platforms import simulation
 from dflash.probes.size import DrafterSize
 from dflash.probes.work.machine import Machine, open_machine
 
@@ -28,6 +30,7 @@ Arguments = dict[str, Any]
 # Neither changes what is allocated, nor do such small steps of a random drafter show in its loss.
 LEARNING_RATE = 1e-5
 MAX_NORM = 1.0
+MOST_COMPARED = 64  # steps, of which a simulation takes one
 
 
 class Step(Protocol):
@@ -136,10 +139,34 @@ def random_row(size: DrafterSize, lengths: Sequence[int], device: torch.device) 
 
 def blocks_of(size: DrafterSize, lengths: Sequence[int], *, max_anchors: int) -> Blocks:
     """Return the blocks that the first step on `random_row` draws."""
+    return _drawn(lengths, max_anchors=max_anchors, block_size=size.block_size, seed=size.seed)
+
+
+def _drawn(lengths: Sequence[int], *, max_anchors: int, block_size: int, seed: int) -> Blocks:
     packing = pack(lengths, sum(lengths))
     loss_mask = torch.ones(packing.row_length, dtype=torch.bool, device=HOST)
-    anchors = draw_anchors(packing, loss_mask, max_anchors=max_anchors, seed=size.seed)
-    return lay_out(packing, loss_mask, anchors, block_size=size.block_size)
+    anchors = draw_anchors(packing, loss_mask, max_anchors=max_anchors, seed=seed)
+    return lay_out(packing, loss_mask, anchors, block_size=block_size)
+
+
+def steps_to_take(drafter: DFlashDrafter, row: Arguments, seed: int, numbers: range) -> Sequence[int]:
+    """Return which of the steps on a row to take: all, or in a simulation the one that holds the most.
+
+    Steps differ in their anchors alone, which decide how many rows of logits there are at once.
+    """
+    if not simulation() or not numbers:
+        return numbers
+
+    def logits(number: int) -> int:
+        blocks = _drawn(
+            row["lengths"].tolist(),
+            max_anchors=drafter.max_anchors,
+            block_size=drafter.block_size,
+            seed=seed + number,
+        )
+        return sum(largest_chunk(blocks.teachers_R, drafter.config.loss_chunk_rows))
+
+    return [max(numbers[:MOST_COMPARED], key=logits)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,12 +190,18 @@ def time_repeated(
     machine: Machine, action: Callable[[int], object], *, warmups: int, iterations: int
 ) -> Durations:
     """Repeat an action, which is given its number; times and peaks are those after the warm-ups."""
-    for number in range(warmups):
+    return _time_each(machine, action, range(warmups), range(warmups, warmups + iterations))
+
+
+def _time_each(
+    machine: Machine, action: Callable[[int], object], warmups: Sequence[int], timed: Sequence[int]
+) -> Durations:
+    for number in warmups:
         action(number)
     machine.now_s()
     machine.forget_peaks()
     each_ms = []
-    for number in range(warmups, warmups + iterations):
+    for number in timed:
         started_s = machine.now_s()
         action(number)
         each_ms.append((machine.now_s() - started_s) * 1e3)
@@ -191,6 +224,7 @@ def time_steps(
         drafter.zero_grad(set_to_none=True)
         step(drafter, row, seed=seed + number)
 
-    durations = time_repeated(machine, one, warmups=warmups, iterations=iterations)
+    timed = steps_to_take(drafter, row, seed, range(warmups, warmups + iterations))
+    durations = _time_each(machine, one, range(warmups), timed)
     drafter.zero_grad(set_to_none=True)
     return durations
