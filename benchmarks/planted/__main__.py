@@ -99,7 +99,7 @@ def try_plant(plant: Plant, home: Path) -> Answer:
     """Lets one program fail and asks why."""
     paths = filter(None, [str(PROJECT), os.environ.get("PYTHONPATH")])
     environment = {**os.environ, "ORCH_HOME": str(home), "PYTHONPATH": os.pathsep.join(paths)}
-    words = [str(HERE / plant.file), "--host", "local", "--json"]
+    words = [str(HERE / plant.file), "--host", "local", "--no-estimate", "--json"]
     if plant.file.endswith(".py"):
         words += ["--devices", "0", "--share"]
         words += [] if plant.limit is None else ["--memory-limit", plant.limit]
@@ -108,7 +108,7 @@ def try_plant(plant: Plant, home: Path) -> Answer:
             [*ORCH, "run", *words], env=environment, cwd=PROJECT, capture_output=True, text=True, check=False
         )
     told = subprocess.run(
-        [*ORCH, "explain", "last", "--json"],
+        [*ORCH, "explain", "last", "--no-estimate", "--json"],
         env=environment,
         cwd=PROJECT,
         capture_output=True,
@@ -148,11 +148,13 @@ def main() -> int:
     options = parser.parse_args()
     chosen = [plant for plant in PLANTS if not options.only or plant.file in options.only]
     with tempfile.TemporaryDirectory(prefix="orch-planted-") as home:
-        answers = [try_plant(plant, Path(home)) for plant in chosen]
-    options.json.write_text(json.dumps([asdict(answer) for answer in answers], indent=2))
-    for answer in answers:
-        mark = "named " if answer.is_named else "MISSED"
-        print(f"{mark}  {answer.plant.file:22} {answer.text}")
+        answers: list[Answer] = []
+        for plant in chosen:
+            answer = try_plant(plant, Path(home))
+            answers.append(answer)
+            mark = "named " if answer.is_named else "MISSED"
+            print(f"{mark}  {plant.file:22} {answer.text}", flush=True)
+            options.json.write_text(json.dumps([asdict(answer) for answer in answers], indent=2))
     named = sum(answer.is_named for answer in answers)
     print(f"{named} of {len(answers)} named")
     return int(named < LEAST_NAMED_SHARE * len(answers))

@@ -37,6 +37,13 @@ _LIVE_LOCALS = (3, 13)  # since when f_locals is no copy that keeps what it has 
 Report = Callable[..., None]
 
 
+def keep_history(torch: Any) -> None:
+    """Lets the allocator note every block's birth with the lines of Python that asked, and its death."""
+    torch.cuda.memory._record_memory_history(  # noqa: SLF001
+        "all", context="alloc", stacks="python", max_entries=MOST_ENTRIES
+    )
+
+
 class MemoryWatch:
     """One process's allocator; ``report`` writes an event's kind and fields to what ``events_fd`` returns.
 
@@ -82,9 +89,7 @@ class MemoryWatch:
         if self._is_payloads_own:
             self._tell_payloads_own()
         else:
-            torch.cuda.memory._record_memory_history(  # noqa: SLF001
-                "all", context="all", stacks="python", max_entries=MOST_ENTRIES
-            )
+            keep_history(torch)
             self._is_payloads_own = False
             self._report("facts", memory_history="the last %d events" % MOST_ENTRIES)
         self._is_started = True
