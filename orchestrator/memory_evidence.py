@@ -29,6 +29,7 @@ MOST_SERIES = 64
 MOST_VALUES = 4096
 _MIB = 2**20
 _IN_USE_ON = "memory in use on "
+_AFTER_BACKWARDS = "what torch holds after a backward pass"
 _UNITS = {"_bytes": 1, "_mib": _MIB, "_gib": 2**30}
 
 
@@ -102,10 +103,14 @@ class Evidence:
 
     def told(self) -> Told:
         """Returns all of it, once every record was read."""
-        series = (
+        series = [
             Series(name=printable(name)[:80], values=tuple(values), is_of_all=name.startswith(_IN_USE_ON))
             for name, values in self._series.items()
-        )
+        ]
+        series += [
+            Series(name=_AFTER_BACKWARDS, values=capture.after_backwards, every=capture.passes_between)
+            for capture in self._captures[-1:]
+        ]
         grown = (steady_growth(each) for each in series)
         return Told(
             exceptions=self._exceptions,

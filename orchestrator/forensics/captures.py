@@ -55,8 +55,9 @@ class Capture:
 
     ``asked_bytes`` is the segment that torch wanted, ``requested_bytes`` what the tensor itself needs, both
     exact; ``stack`` is innermost first.
-    ``largest_free_bytes`` is the largest unused block that torch kept. ``snapshot`` is the file that has all
-    of it, among the run's artifacts.
+    ``largest_free_bytes`` is the largest unused block that torch kept. ``after_backwards`` is what was
+    allocated after the backward passes, every ``passes_between`` of them. ``snapshot`` is the file that has
+    all of it, among the run's artifacts.
     """
 
     proc: str
@@ -76,11 +77,15 @@ class Capture:
     modules: tuple[tuple[str, int], ...]
     largest: tuple[Block, ...]
     processes: tuple[Process, ...]
+    after_backwards: tuple[int, ...]
+    passes_between: int
     snapshot: str | None
 
 
 def read_capture(event: Mapping[str, Any], *, proc: str) -> Capture:
     """Returns what an ``oom`` event says."""
+    told = event.get("after_backwards")
+    levels: Mapping[str, Any] = told if isinstance(told, Mapping) else {}
     return Capture(
         proc=proc,
         **{name: size(event.get(name)) for name in _SIZES},
@@ -97,6 +102,10 @@ def read_capture(event: Mapping[str, Any], *, proc: str) -> Capture:
         ),
         largest=tuple(map(_block, _mappings(event.get("largest")))),
         processes=tuple(map(_process, _mappings(event.get("processes")))),
+        after_backwards=tuple(
+            level for item in items(levels.get("bytes"), MOST_ENTRIES) if (level := size(item)) is not None
+        ),
+        passes_between=max(1, size(levels.get("every")) or 1),
         snapshot=_text(event.get("snapshot")),
     )
 

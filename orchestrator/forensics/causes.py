@@ -30,6 +30,7 @@ UNKNOWN = "unknown"
 _WORTH_NAMING_BYTES = 2**30
 _MOST_LIBRARIES_BYTES = 4 * 2**30
 _LEAST_OF_HELD, _MOST_OF_HELD = 0.7, 1.3  # where what grew is what torch held
+_DRIVERS_OWN_BYTES = 64 * 2**20  # of what a full card reports as free
 _LEAST_UNUSED_SHARE = 0.04  # of what torch holds, to be why a card is full
 _EXPANDABLE = "allocator setting: alloc_conf: expandable_segments:True, so that pieces can be joined"
 
@@ -104,7 +105,7 @@ def _device_cause(balance: Balance, around: Surroundings) -> Cause:
     if _is_fragmented(balance):
         return _fragmentation(balance, around)
     if balance.room_bytes is not None and balance.free_bytes is not None:
-        if balance.free_bytes >= asked:
+        if balance.free_bytes >= asked and not _is_full(balance):
             return leak or _limited(balance, around)
         if _is_taken(balance, asked):
             return leak if leak is not None and balance.others_bytes < asked else _taken(balance, around)
@@ -166,6 +167,11 @@ def _limited(balance: Balance, around: Surroundings) -> Cause:
             "look for set_per_process_memory_fraction: older versions of torch do not show it in the message"
         )
     return Cause(name=LIMIT, sentence=sentence, evidence=tuple(evidence), advice=advice)
+
+
+def _is_full(balance: Balance) -> bool:
+    """Nobody said that there is a limit, and of what is free the driver gives nothing away."""
+    return balance.limit_bytes is None and (balance.free_bytes or 0) < _DRIVERS_OWN_BYTES
 
 
 def _is_taken(balance: Balance, asked: int) -> bool:

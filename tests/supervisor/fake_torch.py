@@ -74,6 +74,8 @@ TORCH = """
             return is_up
         def device_count():
             return 1
+        def current_device():
+            return 0
         def get_device_properties(index):
             return _Properties
         def get_allocator_backend():

@@ -168,6 +168,25 @@ class FailureTest(WatchCase):
         self.assertEqual([event["number"] for event in of_kind(events, "oom")], [1, 2, 3, 4, 5])
         self.assertEqual(len(os.listdir(self.kept(""))), 10)
 
+    def test_what_is_allocated_after_each_backward_pass_is_told_of_long_runs_more_coarsely(self) -> None:
+        events = self.told(
+            after_filling(
+                """
+                kept = []
+                def step():
+                    kept.append(torch.Tensor(2**16))
+                for _ in range(100):
+                    torch.autograd.backward(step)
+                head.forward()
+                """
+            ),
+            1,
+        )
+        (event,) = of_kind(events, "oom")
+        levels = event["after_backwards"]
+        self.assertEqual(levels["every"], 2)
+        self.assertEqual(levels["bytes"], [68 * MIB + 2**16 * step for step in range(2, 101, 2)])
+
     def test_backward_is_told_with_autograds_node(self) -> None:
         (event,) = of_kind(
             self.told(
@@ -222,7 +241,7 @@ class HistoryTest(WatchCase):
             def main():
                 head = Head()
                 head._parameters["weight"] = torch.Tensor(30 * 2**20)
-                assert torch.records == [("all", "all", "python", 200_000)], torch.records
+                assert torch.records == [("all", "alloc", "python", 200_000)], torch.records
                 gone = torch.Tensor(50 * 2**20)
                 torch.autograd.backward(lambda: None)
             main()

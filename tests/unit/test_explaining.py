@@ -217,6 +217,25 @@ class TestWhatRecordsTell:
             for line in explanation_lines(found, run_id="r")
         )
 
+    def test_what_stays_after_each_backward_pass_is_a_leak_when_it_rises(self, workspace: Workspace) -> None:
+        # As an H200 told it of a list that keeps each step's graph, below a limit of 8 GiB.
+        event = {
+            "asked_bytes": 142606336,
+            "requested_bytes": 142606336,
+            "limit_bytes": 8037531648,
+            "free_bytes": 141305184256,
+            "allocated_bytes": 7878294528,
+            "reserved_bytes": 8017412096,
+            "autograd_node": "AddmmBackward0",
+            "phase": "backward",
+            "after_backwards": {"every": 2, "bytes": [2**28 * step for step in range(2, 29, 2)]},
+        }
+        limited = MESSAGE.format(asked="136.00 MiB", free="131.60 GiB")
+        a_failed_run(workspace, "r", [("oom", {"proc": "main", **event}), raised(limited)])
+        found = explained(workspace, "r")
+        assert found.cause.name == "leak across iterations"
+        assert "by 0.25 GiB each time" in found.answer
+
     def test_samples_that_rise_to_the_end_are_a_leak(self, workspace: Workspace) -> None:
         cards = ("cards", {"cards": [{"uuid": "GPU-1", "index": 0, "name": "H200"}]})
         samples = [

@@ -77,6 +77,7 @@ class Told:
         patch.setattr(torch.autograd, "backward", torch.autograd.backward)
         patch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
         patch.setattr(torch.cuda, "memory_stats", lambda _: {"num_alloc_retries": 3})
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
         patch.setattr(torch.cuda.memory, "_snapshot", self.allocator.snapshot)
         patch.setattr(torch.cuda.memory, "_record_memory_history", lambda *_, **__: None)
         patch.setenv("CUDA_VISIBLE_DEVICES", "GPU-none")

@@ -153,6 +153,14 @@ class TestEachClassOfCause:
         theirs = explained(text)
         assert "set_per_process_memory_fraction" in (theirs.cause.advice or "")
 
+    def test_what_a_full_card_calls_free_is_no_limit(self) -> None:
+        # As an H200 said it when torch held all of it.
+        middle = "Including non-PyTorch memory, this process has 94.96 GiB memory in use. "
+        text = message("2.00 MiB", "3.12 MiB", allocated="94.45 GiB", unused="0 bytes", middle=middle)
+        assert explained(text).cause.name == "too large"
+        roomy = message("2.00 MiB", "312.00 MiB", allocated="94.15 GiB", unused="0 bytes", middle=middle)
+        assert explained(roomy).cause.name == "memory limit"
+
     def test_a_limit_as_large_as_the_card_is_none(self) -> None:
         whole = capture(asked_bytes=22 * GIB, limit_bytes=round(94.97 * GIB))
         found = explained(message("22.00 GiB", "10.00 GiB"), captures=(whole,))
