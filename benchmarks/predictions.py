@@ -1,12 +1,14 @@
 """How near the payload's predicted peaks of memory are to what a card measures, and whether verdicts hold.
 
 ``PYTHONPATH=payloads:. python -m benchmarks.predictions [--only NAME]… [--json FILE]``, on a machine with a
-card on which nothing else runs. Each case is predicted in a process that sees no card, then run in one of its
-own under the instrument, as ``orch run`` does it; peaks are the allocator's, of each phase. Parameters,
-gradients and the optimizer's states at the peak must be those of the prediction to the allocator's rounding.
-Cases run side by side as far as the predictions say that they fit together, which changes times and no peak.
-The verdicts are tried by running a case again, alone, under limits around its prediction. Exits with 1 when a
-bar is missed.
+card on which nothing else runs; or, without one, ``--measured benchmarks/h200.json``, which holds what was
+measured on an H200 against what is predicted here today.
+
+Each case is predicted in a process that sees no card, then run in one of its own under the instrument, as
+``orch run`` does it; peaks are the allocator's, of each phase. Parameters, gradients and the optimizer's
+states at the peak must be those of the prediction to the allocator's rounding. Cases run side by side as far
+as the predictions say that they fit together, which changes times and no peak. The verdicts are tried by
+running a case again, alone, under limits around its prediction. Exits with 1 when a bar is missed.
 """
 
 from __future__ import annotations
@@ -256,6 +258,11 @@ def try_case(case: Case, card: str, room: Room, folder: Path) -> Found:
         ran = run(case, folder)
     finally:
         room.give_back(taken)
+    return compare(case, predicted, ran)
+
+
+def compare(case: Case, predicted: Mapping[str, Any], ran: Ran) -> Found:
+    """Returns how near a prediction is to what was measured, in the worst of all phases."""
     shares = [
         abs(phase["peak_allocated_bytes"] / ran.phases[phase["name"]]["peak_allocated_bytes"] - 1)
         for phase in predicted["phases"]
@@ -342,26 +349,64 @@ def main() -> int:
     parser.add_argument("--only", action="append", choices=[case.name for case in CASES], help="repeatable")
     parser.add_argument("--at-once", type=int, default=4, help="cases side by side at most")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/predictions.json"), metavar="FILE")
+    parser.add_argument("--measured", type=Path, metavar="FILE", help="an earlier --json, in a card's place")
     options = parser.parse_args()
-    card, total_bytes = _card()
     chosen = [case for case in CASES if not options.only or case.name in options.only]
-    room = Room(total_bytes)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.at_once) as pool:
-        found = list(pool.map(lambda case: try_case(case, card, room, Path(folder)), chosen))
-        found = [try_limits(one, card, Path(folder)) if one.case.is_limited else one for one in found]
-    options.json.write_text(json.dumps([asdict(one) for one in found], indent=2))
-    print(f"{card}, predicted by torch {found[0].estimate['torch']} without a card\n\n{table(found)}")
+        if options.measured is None:
+            machine = Machine.here()
+            room = Room(int(float(machine.card.partition("GiB")[0]) * GIB))
+            found = list(pool.map(lambda case: try_case(case, machine.card, room, Path(folder)), chosen))
+            found = [
+                try_limits(one, machine.card, Path(folder)) if one.case.is_limited else one for one in found
+            ]
+        else:
+            machine, measured = read_measured(options.measured)
+            chosen = [case for case in chosen if case.name in measured]
+            estimates = pool.map(lambda case: estimate(case, machine.card, Path(folder)), chosen)
+            found = [
+                compare(case, predicted, measured[case.name])
+                for case, predicted in zip(chosen, estimates, strict=True)
+            ]
+    whole = {"machine": asdict(machine), "cases": {one.case.name: asdict(one) for one in found}}
+    options.json.write_text(json.dumps(whole, indent=2))
+    print(f"measured: {machine.name}, {machine.card}, torch {machine.torch}")
+    print(f"predicted: torch {found[0].estimate['torch']}, without a card\n\n{table(found)}")
     return int(not all(one.is_good for one in found))
 
 
-def _card() -> tuple[str, int]:
-    """Returns the first card as the estimate takes it, and its memory in bytes."""
-    code = (
-        "import torch; p = torch.cuda.get_device_properties(0); print(p.total_memory, f'{p.major}{p.minor}')"
-    )
-    told = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True).stdout
-    total_bytes, capability = told.split()
-    return f"{int(total_bytes) / GIB:.4f}GiB:sm_{capability}", int(total_bytes)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """What was measured on: ``card`` is the first one as the estimate takes it."""
+
+    name: str
+    card: str
+    torch: str
+
+    @classmethod
+    def here(cls) -> Machine:
+        """Returns this machine, asked in a process of its own."""
+        code = (
+            "import torch; p = torch.cuda.get_device_properties(0); "
+            "print(p.name, p.total_memory, f'{p.major}{p.minor}', torch.__version__, sep='|')"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        if done.returncode:
+            problem = done.stderr.strip().rpartition("\n")[2]
+            raise SystemExit(f"no card can be used here ({problem}); without one: --measured FILE")
+        name, total_bytes, capability, torch = done.stdout.strip().split("|")
+        return cls(name=name, card=f"{int(total_bytes) / GIB:.4f}GiB:sm_{capability}", torch=torch)
+
+
+def read_measured(path: Path) -> tuple[Machine, dict[str, Ran]]:
+    """Returns what an earlier run wrote with ``--json``: its machine, and each case's measurements."""
+    whole = json.loads(path.read_text())
+    measured = {}
+    for name, one in whole["cases"].items():
+        told = one["ran"]
+        owners = {category: Owned(**held) for category, held in told["owners"].items()}
+        measured[name] = Ran(**{**told, "owners": owners})
+    return Machine(**whole["machine"]), measured
 
 
 def _params_file(case: Case, folder: Path) -> Path:

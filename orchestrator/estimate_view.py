@@ -130,6 +130,8 @@ def comparison_line(prediction: Prediction, found: Comparison | None) -> str:
         name = None if prediction.card is None else prediction.card.name
         return f"{estimate_line(estimate, name)}; no peak was measured"
     measured = f"{gib(found.measured_allocated_bytes)} allocated on {found.card}"
+    if found.is_cut_short:
+        return f"{gib(found.predicted_allocated_bytes)} allocated predicted; the run failed at {measured}"
     rest = f"{_signed(found.unexplained_bytes)} unexplained ({found.unexplained_share:+.1%})"
     return f"{gib(found.predicted_allocated_bytes)} allocated predicted, {measured}: {rest}"
 
@@ -147,7 +149,8 @@ def comparison_table(found: Comparison) -> Table:
     ):
         sizes = (gib(predicted), gib(measured), _signed(measured - predicted))
         table.add_row(*map(plain, (label, *sizes)))
-    table.add_row(*map(plain, ("unexplained", "", "", _signed(found.unexplained_bytes))))
+    rest = "-" if found.is_cut_short else _signed(found.unexplained_bytes)
+    table.add_row(*map(plain, ("unexplained", "", "", rest)))
     return table
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from orchestrator.lifecycle import State
 from orchestrator.memory_held import Held
 from orchestrator.outcome import Outcome, Peak
 from orchestrator.payload_answers import CATEGORIES, Estimate
@@ -35,7 +36,8 @@ class Share:
 class Comparison:
     """The two peaks, and who holds them; ``card`` is the one of the run that held the most.
 
-    ``reason`` says why the measured categories are not the peak's, where they are not.
+    ``reason`` says why the measured categories are not the peak's, where they are not; ``is_cut_short``: the
+    run failed before it held what was predicted, so nothing can be said of the rest.
     """
 
     card: str
@@ -45,6 +47,7 @@ class Comparison:
     measured_reserved_bytes: int
     shares: tuple[Share, ...]
     reason: str | None
+    is_cut_short: bool
 
     @property
     def unexplained_bytes(self) -> int:
@@ -75,6 +78,7 @@ def compare(estimate: Estimate, outcome: Outcome) -> Comparison | None:
         measured_reserved_bytes=peak.reserved_bytes,
         shares=_shares(estimate, None if held is None else held.by_category),
         reason="the run told no categories" if held is None else None if held.is_whole else _why(held),
+        is_cut_short=outcome.state is State.FAILED and peak.allocated_bytes < estimate.peak_allocated_bytes,
     )
 
 

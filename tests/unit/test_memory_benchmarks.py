@@ -1,12 +1,23 @@
 """How the benchmarks of memory judge: what names a tensor, and what contradicts a prediction."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.planted.__main__ import PLANTS, TENSOR, Answer, Plant
-from benchmarks.predictions import Owned, Ran, wrong_owners, wrong_verdict
+from benchmarks.predictions import (
+    CASES,
+    Owned,
+    Ran,
+    compare,
+    estimate,
+    read_measured,
+    wrong_owners,
+    wrong_verdict,
+)
 
+REPOSITORY = Path(__file__).parents[2]
 CAUSE = {"name": "too large"}
 PEAKS = {"peak_allocated_bytes": 8 * 2**30, "peak_reserved_bytes": 8 * 2**30}
 
@@ -68,3 +79,13 @@ def test_a_category_that_was_predicted_and_not_measured_is_wrong() -> None:
 def _predicted(phase: str) -> dict[str, Any]:
     sums = {"parameter": 2**20, "gradient": 2**20, "activation": 2**30}
     return {"phases": [{"name": phase, "by_category": sums, **PEAKS}]}
+
+
+def test_what_an_h200_measured_is_predicted_today(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, measured = read_measured(REPOSITORY / "benchmarks" / "h200.json")
+    assert measured.keys() == {case.name for case in CASES}
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY / "payloads"))
+    (case,) = (case for case in CASES if case.name == "eager none")
+    found = compare(case, estimate(case, machine.card, tmp_path), measured[case.name])
+    assert found.is_good
+    assert found.worst_share < 0.001

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -81,6 +82,25 @@ def test_the_largest_peaks_are_compared_and_what_is_between_them_is_unexplained(
     columns = [list(column.cells) for column in comparison_table(found).columns]
     assert [str(cell) for cell in columns[0]][-3:] == ["allocated", "reserved", "unexplained"]
     assert [str(cell) for cell in columns[3]][-3:] == ["+2.00 GiB", "+2.00 GiB", "+2.00 GiB"]
+
+
+@pytest.mark.parametrize(
+    ("code", "allocated", "line"),
+    [
+        (1, 5 * GIB, "12.00 GiB allocated predicted; the run failed at 5.00 GiB allocated on cuda:0"),
+        (1, 13 * GIB, "13.00 GiB allocated on cuda:0: +1.00 GiB unexplained (+7.7%)"),
+        (0, 5 * GIB, "5.00 GiB allocated on cuda:0: -7.00 GiB unexplained (-140.0%)"),
+    ],
+)
+def test_nothing_is_unexplained_of_a_run_that_failed_before_its_peak(
+    code: int, allocated: int, line: str
+) -> None:
+    outcome = replace(_outcome(allocated=allocated), end="exited", exit_code=code, is_end_sealed=True)
+    found = compare(_estimate(), outcome)
+    assert found is not None
+    assert comparison_line(Prediction(estimate=_estimate(), card=None), found).endswith(line)
+    last = [list(column.cells)[-1] for column in comparison_table(found).columns]
+    assert (str(last[3]) == "-") == ("failed" in line)
 
 
 def test_a_run_that_told_no_categories_still_has_its_peak() -> None:
