@@ -45,6 +45,7 @@ CATEGORIES = (
     "workspace",
     "cublas",
     "temporary",
+    "unsplit",
     "unnamed",
 )
 """Who holds memory, in the order in which it is shown."""

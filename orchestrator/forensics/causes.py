@@ -170,7 +170,7 @@ def _limited(balance: Balance, around: Surroundings) -> Cause:
 
 
 def _is_full(balance: Balance) -> bool:
-    """Nobody said that there is a limit, and of what is free the driver gives nothing away."""
+    """Nobody named a limit, and what is free is the driver's reserve."""
     return balance.limit_bytes is None and (balance.free_bytes or 0) < _DRIVERS_OWN_BYTES
 
 
@@ -249,10 +249,13 @@ def _growth_text(growth: Growth) -> str:
 
 
 def _too_large(balance: Balance, around: Surroundings) -> Cause:
-    asked, room = balance.asked_bytes or 0, balance.room_bytes
-    if room is None:
+    if balance.room_bytes is None:
         return Cause(name=TOO_LARGE, sentence="more was asked for than was left")
+    is_full, asked = _is_full(balance), balance.asked_bytes or 0
+    room = 0 if is_full else balance.room_bytes
     evidence = [f"{sized(asked - room)} more than there was room for" if asked > room else "nothing was left"]
+    if is_full and balance.free_bytes:
+        evidence.append(f"the {sized(balance.free_bytes)} that are called free are the driver's reserve")
     if around.is_limited and balance.limit_bytes is not None:
         evidence.append(
             f"within the run's memory limit, of which torch may take {sized(balance.limit_bytes)}"
@@ -262,15 +265,21 @@ def _too_large(balance: Balance, around: Surroundings) -> Cause:
         evidence.append(f"{share:.0%} of the card is allocated by this process")
     unused = balance.unallocated_bytes or 0
     advice: str | None = None
-    if not around.is_expandable and asked <= room + unused:
+    if unused > 0 and not around.is_expandable and asked <= room + unused:
         evidence.append(f"torch keeps {sized(unused)} more, unused and in pieces: with it there was enough")
         advice = _EXPANDABLE
     return Cause(
         name=TOO_LARGE,
-        sentence=f"too large for the {sized(room)} that were left",
+        sentence=_full_text(balance) if is_full else f"too large for the {sized(room)} that were left",
         evidence=tuple(evidence),
         advice=advice,
     )
+
+
+def _full_text(balance: Balance) -> str:
+    of = "" if balance.capacity_bytes is None else f" of {sized(balance.capacity_bytes)}"
+    holds = f": torch holds {sized(balance.reserved_bytes)}{of}" if balance.reserved_bytes else ""
+    return f"the card is full{holds}"
 
 
 # Everything else

@@ -32,6 +32,7 @@ PATIENCE_S = 10.0
 LEAST_PATIENCE_S = 1.0
 MOST_SPENT_S = 20.0  # on all failures: some programs try sizes until one fits
 PEAK_TOLERANCE = 0.01
+UNSPLIT = "unsplit"
 _OPTIMIZED = 1  # of code flags: the frame's locals are its own
 _LIVE_LOCALS = (3, 13)  # since when f_locals is no copy that keeps what it has seen alive
 
@@ -304,6 +305,7 @@ def peak_event(
     """Returns a ``memory`` event (pure); ``card`` has the peak that the allocator counted itself.
 
     A history that is as long as it may be, or whose length somebody else chose (None), may lack the peak.
+    What the allocator counted beyond its blocks is "unsplit": rounding and what was not split off.
     """
     device, counted = card["index"], card["allocated_bytes"]
     length = len(memory_blocks.history(snapshot, device))
@@ -312,10 +314,12 @@ def peak_event(
     is_cut = most_events is None or length >= most_events
     is_whole = not is_cut or found.allocated_bytes >= counted * (1 - PEAK_TOLERANCE)
     whose = "the payload's own" if most_events is None else "the last"
+    unsplit = counted - sum(block.bytes for block in described) if is_whole else 0
+    rest = [{"category": UNSPLIT, "bytes": unsplit, "blocks": 0}] if unsplit > 0 else []
     return {
         "device": device,
         "peak_allocated_bytes": counted,
-        "owners": sums_by_category(described),
+        "owners": sums_by_category(described) + rest,
         "largest": [block.as_json() for block in described[:MOST_LARGEST]],
         "is_whole": is_whole,
         "reason": None if is_whole else "the peak lies before %s %d events" % (whose, length),

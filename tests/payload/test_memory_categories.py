@@ -13,12 +13,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from orchestrator import payload_answers
-from orchestrator.supervisor import memory_names, memory_owners
+from orchestrator.supervisor import memory_names, memory_owners, memory_watch
 from orchestrator.supervisor.memory_blocks import peak
 from orchestrator.supervisor.memory_names import describe, sums_by_category
 from orchestrator.supervisor.memory_owners import Owners
 from tests.payload.cases import FULL, Case, build
-from tests.supervisor.snapshots import Allocator, Frame
+from tests.supervisor.snapshots import MIB, Allocator, Frame
 
 VOCABULARY = 30_011
 CASE = Case(
@@ -109,3 +109,11 @@ def test_predicted_and_measured_memory_have_the_same_categories_and_verdicts() -
         r'\("(\w+)", (?:lambda|module)', inspect.getsource(memory_names) + inspect.getsource(memory_owners)
     )
     assert {"cublas", "buffer"} <= set(measured) <= set(payload_answers.CATEGORIES)
+    block = log.Block(
+        id=0, bytes=MIB, shape=(MIB,), dtype="uint8", category="logits",
+        name=None, module=None, where=None, phase="forward",
+    )  # fmt: skip
+    held = (report.Held(block=block, allocated_bytes=2 * MIB),)
+    peaks = report.PhasePeaks(name="p", peak_allocated_bytes=0, peak_reserved_bytes=0, held=held)
+    assert peaks.by_category() == {"logits": MIB, memory_watch.UNSPLIT: MIB}
+    assert set(peaks.by_category()) <= set(payload_answers.CATEGORIES)

@@ -274,6 +274,9 @@ class HistoryTest(WatchCase):
         ):
             event = memory_watch.peak_event(allocator.snapshot(), card, memory_names.Known(), most_events)
             self.assertEqual((event["is_whole"], event["reason"]), (reason is None, reason))
+            unsplit = [owner["bytes"] for owner in event["owners"] if owner["category"] == "unsplit"]
+            blocks = sum(owner["bytes"] for owner in event["owners"]) - sum(unsplit)
+            self.assertEqual(unsplit, [90 * MIB - blocks] if event["is_whole"] else [])
         card["allocated_bytes"] = 5 * MIB
         event = memory_watch.peak_event(allocator.snapshot(), card, memory_names.Known(), 4)
         self.assertTrue(event["is_whole"])

@@ -20,6 +20,7 @@ Category = Literal[
     "workspace",
     "cublas",
     "temporary",
+    "unsplit",
     "unnamed",
 ]
 Phase = Literal["setup", "forward", "backward", "optimizer"]

@@ -59,7 +59,7 @@ class PhasePeaks:
     def by_category(self) -> dict[str, int]:
         """Return the peak's bytes by category, largest first.
 
-        What a block has beyond its own request, because the allocator did not split it, is "unsplit".
+        What blocks have beyond their own requests is "unsplit": rounding and what was not split off.
         """
         sums: Counter[str] = Counter()
         for held in self.held:

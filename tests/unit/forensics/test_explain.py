@@ -157,7 +157,15 @@ class TestEachClassOfCause:
         # As an H200 said it when torch held all of it.
         middle = "Including non-PyTorch memory, this process has 94.96 GiB memory in use. "
         text = message("2.00 MiB", "3.12 MiB", allocated="94.45 GiB", unused="0 bytes", middle=middle)
-        assert explained(text).cause.name == "too large"
+        cause = explained(text).cause
+        assert cause.name == "too large"
+        assert cause.sentence == "the card is full: torch holds 94.45 GiB of 94.97 GiB"
+        assert cause.evidence == (
+            "2.0 MiB more than there was room for",
+            "the 3.1 MiB that are called free are the driver's reserve",
+            "99% of the card is allocated by this process",
+        )
+        assert cause.advice is None
         roomy = message("2.00 MiB", "312.00 MiB", allocated="94.15 GiB", unused="0 bytes", middle=middle)
         assert explained(roomy).cause.name == "memory limit"
 
@@ -296,10 +304,10 @@ class TestTheTensor:
         assert (found.balance.asked_bytes is None) == (asked != 1)
 
     def test_small_sizes_are_told_in_their_own_unit(self) -> None:
-        event = capture(asked_bytes=20 * 2**20, free_bytes=2**20, reserved_bytes=0)
+        event = capture(asked_bytes=90 * 2**20, free_bytes=70 * 2**20, reserved_bytes=0)
         found = explain(Facts(captures=(event,)))
         assert found is not None
-        assert found.answer.startswith("out of memory: 20.0 MiB asked; too large for the 1.0 MiB that were")
+        assert found.answer.startswith("out of memory: 90.0 MiB asked; too large for the 70.0 MiB that were")
 
     def test_a_capture_of_another_failure_is_not_mixed_with_it(self) -> None:
         other, own = capture(asked_bytes=3 * GIB, module="a"), capture(asked_bytes=8 * GIB, module="b")
