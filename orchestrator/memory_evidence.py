@@ -107,9 +107,12 @@ class Evidence:
             Series(name=printable(name)[:80], values=tuple(values), is_of_all=name.startswith(_IN_USE_ON))
             for name, values in self._series.items()
         ]
+        last = {capture.proc: capture for capture in self._captures}
         series += [
-            Series(name=_AFTER_BACKWARDS, values=capture.after_backwards, every=capture.passes_between)
-            for capture in self._captures[-1:]
+            Series(
+                name=_name_of(_AFTER_BACKWARDS, proc), values=capture.after_backwards, stride=capture.stride
+            )
+            for proc, capture in last.items()
         ]
         grown = (steady_growth(each) for each in series)
         return Told(
@@ -154,7 +157,7 @@ class Evidence:
         unit = next((unit for ending, unit in _UNITS.items() if name.endswith(ending)), None)
         is_current = "allocated" in name or "reserved" in name
         if unit is not None and is_current and "peak" not in name:
-            self._add(name if proc == ranks.MAIN else f"{proc}: {name}", scaled_size(value, unit))
+            self._add(_name_of(name, proc), scaled_size(value, unit))
 
     def _capture(self, event: Mapping[str, Any], proc: str) -> None:
         self._captures = [*self._captures, read_capture(event, proc=proc)][-MOST_CAPTURES:]
@@ -194,3 +197,7 @@ class Evidence:
         if len(values) == MOST_VALUES:
             del values[1::2]
         values.append(value)
+
+
+def _name_of(series: str, proc: str) -> str:
+    return series if proc == ranks.MAIN else f"{proc}: {series}"

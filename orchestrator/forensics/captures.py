@@ -56,8 +56,8 @@ class Capture:
     ``asked_bytes`` is the segment that torch wanted, ``requested_bytes`` what the tensor itself needs, both
     exact; ``stack`` is innermost first.
     ``largest_free_bytes`` is the largest unused block that torch kept. ``after_backwards`` is what was
-    allocated after the backward passes, every ``passes_between`` of them. ``snapshot`` is the file that has
-    all of it, among the run's artifacts.
+    allocated after one in ``stride`` backward passes. ``snapshot`` is the file that has all of it, among the
+    run's artifacts.
     """
 
     proc: str
@@ -78,14 +78,14 @@ class Capture:
     largest: tuple[Block, ...]
     processes: tuple[Process, ...]
     after_backwards: tuple[int, ...]
-    passes_between: int
+    stride: int
     snapshot: str | None
 
 
 def read_capture(event: Mapping[str, Any], *, proc: str) -> Capture:
     """Returns what an ``oom`` event says."""
     told = event.get("after_backwards")
-    levels: Mapping[str, Any] = told if isinstance(told, Mapping) else {}
+    samples: Mapping[str, Any] = told if isinstance(told, Mapping) else {}
     return Capture(
         proc=proc,
         **{name: size(event.get(name)) for name in _SIZES},
@@ -103,9 +103,9 @@ def read_capture(event: Mapping[str, Any], *, proc: str) -> Capture:
         largest=tuple(map(_block, _mappings(event.get("largest")))),
         processes=tuple(map(_process, _mappings(event.get("processes")))),
         after_backwards=tuple(
-            level for item in items(levels.get("bytes"), MOST_ENTRIES) if (level := size(item)) is not None
+            sample for item in items(samples.get("bytes"), MOST_ENTRIES) if (sample := size(item)) is not None
         ),
-        passes_between=max(1, size(levels.get("every")) or 1),
+        stride=max(1, size(samples.get("stride")) or 1),
         snapshot=_text(event.get("snapshot")),
     )
 

@@ -19,13 +19,13 @@ _LEAST_RISE_SHARE = 0.05
 class Series:
     """Sizes in bytes in the order in which they were seen; ``name`` says whose and by what.
 
-    ``every``: so many steps lie between two of them. ``is_of_all``: it counts what every process on the card
+    ``stride``: one in so many steps is among them. ``is_of_all``: it counts what every process on the card
     holds.
     """
 
     name: str
     values: tuple[int, ...]
-    every: int = 1
+    stride: int = 1
     is_of_all: bool = False
 
 
@@ -63,6 +63,6 @@ def steady_growth(series: Series) -> Growth | None:
         name=series.name,
         first_bytes=first,
         last_bytes=later[-1],
-        steps=(len(series.values) - 1) * series.every,
+        steps=(len(series.values) - 1) * series.stride,
         is_of_all=series.is_of_all,
     )

@@ -25,7 +25,7 @@ from .memory_stacks import BACKWARD, Stack
 MOST_ENTRIES = 200_000
 MOST_FAILURES = 5
 MOST_LARGEST = 25
-MOST_LEVELS = 64  # of what is allocated after a backward pass
+MOST_SAMPLES = 64  # of what is allocated after a backward pass
 MOST_BLOCKS = 2000
 MOST_EVENT_BYTES = 58_000  # the supervisor refuses longer lines than 64 KiB
 PATIENCE_S = 10.0
@@ -46,26 +46,26 @@ def keep_history(torch: Any) -> None:
     )
 
 
-class Levels:
-    """What was allocated after the backward passes, of longer and longer runs every second, fourth, … one."""
+class BackwardSamples:
+    """What was allocated after one in ``stride`` backward passes, which doubles as a run grows longer."""
 
     def __init__(self) -> None:
-        self.every = 1
+        self.stride = 1
         self.values = []  # type: List[int]
         self._seen = 0
 
     def note(self, allocated: Callable[[], int]) -> None:
         """Counts one pass, and asks what is allocated where that is to be kept."""
         self._seen += 1
-        if self._seen % self.every:
+        if self._seen % self.stride:
             return
         self.values.append(allocated())
-        if len(self.values) == MOST_LEVELS:
-            self.values, self.every = self.values[1::2], self.every * 2
+        if len(self.values) == MOST_SAMPLES:
+            self.values, self.stride = self.values[1::2], self.stride * 2
 
     def as_json(self) -> Dict[str, Any]:
-        """Returns the sizes in bytes, and so many passes lie between two."""
-        return {"every": self.every, "bytes": list(self.values)}
+        """Returns the sizes in bytes, of one in so many passes."""
+        return {"stride": self.stride, "bytes": list(self.values)}
 
 
 class MemoryWatch:
@@ -90,7 +90,8 @@ class MemoryWatch:
         self._pid = os.getpid()
         self._failing = threading.Lock()
         self._failures = self._backwards = 0
-        self._levels = {}  # type: Dict[int, Levels]
+        self._samples = {}  # type: Dict[int, BackwardSamples]
+        self._can_sample = True
         self._spent_s = 0.0
         self._is_started = False
         self._is_payloads_own = False
@@ -149,19 +150,26 @@ class MemoryWatch:
         @functools.wraps(backward)
         def backward_and_look(*arguments: Any, **named: Any) -> Any:
             result = backward(*arguments, **named)
-            if self._is_started:
+            if self._is_started and os.getpid() == self._pid:
                 self._backwards += 1
-                self._attempt("see how much is allocated", self._note_level)
+                self._sample()
                 if not self._backwards & (self._backwards - 1):
                     self._attempt("see whose memory is where", self._owners.look)
             return result
 
         return backward_and_look
 
-    def _note_level(self) -> None:
+    def _sample(self) -> None:
+        """Notes what is allocated, until that fails once: it would after each pass."""
+        if self._can_sample:
+            self._can_sample = False
+            self._attempt("see how much is allocated", self._note_sample)
+
+    def _note_sample(self) -> None:
         device = self._torch.cuda.current_device()
-        levels = self._levels.setdefault(device, Levels())
-        levels.note(lambda: int(self._torch.cuda.memory_stats(device).get("allocated_bytes.all.current", 0)))
+        samples = self._samples.setdefault(device, BackwardSamples())
+        samples.note(lambda: int(self._torch.cuda.memory_stats(device).get("allocated_bytes.all.current", 0)))
+        self._can_sample = True
 
     def _observe(self, device: int, asked_bytes: int, limit_bytes: int, free_bytes: int) -> None:
         """Is called by torch in the thread whose allocation failed, before it raises."""
@@ -192,8 +200,8 @@ class MemoryWatch:
         users = card_users.users(self._uuid(failed["device"]), reserved)
         described = describe(memory_blocks.live(snapshot, failed["device"]), known)
         event = failure_event(failed, snapshot, statistics, described)
-        levels = self._levels.get(failed["device"], Levels()).as_json()
-        event.update(place, processes=users, snapshot=None, number=self._failures, after_backwards=levels)
+        samples = self._samples.get(failed["device"], BackwardSamples()).as_json()
+        event.update(place, processes=users, snapshot=None, number=self._failures, after_backwards=samples)
         if self._files is not None:
             files, number = self._files, self._failures
             self._attempt(

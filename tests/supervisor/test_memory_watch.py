@@ -183,9 +183,9 @@ class FailureTest(WatchCase):
             1,
         )
         (event,) = of_kind(events, "oom")
-        levels = event["after_backwards"]
-        self.assertEqual(levels["every"], 2)
-        self.assertEqual(levels["bytes"], [68 * MIB + 2**16 * step for step in range(2, 101, 2)])
+        samples = event["after_backwards"]
+        self.assertEqual(samples["stride"], 2)
+        self.assertEqual(samples["bytes"], [68 * MIB + 2**16 * step for step in range(2, 101, 2)])
 
     def test_backward_is_told_with_autograds_node(self) -> None:
         (event,) = of_kind(
@@ -336,6 +336,35 @@ class HistoryTest(WatchCase):
             """
         )
         self.assertEqual(len(of_kind(events, "memory")), 1)
+
+    def test_a_forked_child_that_trains_on_the_cpu_is_not_looked_at(self) -> None:
+        events = self.told(
+            """
+            import os, sys, torch
+            torch.Tensor(8)
+            if os.fork() == 0:
+                del torch.cuda.current_device
+                for _ in range(50):
+                    torch.autograd.backward(lambda: None)
+                sys.exit(0)
+            os.wait()
+            """
+        )
+        self.assertEqual([e for e in events if "instrument_error" in e], [])
+
+    def test_what_cannot_be_sampled_is_said_once(self) -> None:
+        events = self.told(
+            """
+            import torch
+            torch.Tensor(8)
+            del torch.cuda.current_device
+            for _ in range(50):
+                torch.autograd.backward(lambda: None)
+            """
+        )
+        said = [event["instrument_error"] for event in events if "instrument_error" in event]
+        self.assertEqual(len(said), 1, said)
+        self.assertIn("cannot see how much is allocated", said[0])
 
 
 class FilesTest(WatchCase):

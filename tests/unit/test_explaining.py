@@ -228,13 +228,30 @@ class TestWhatRecordsTell:
             "reserved_bytes": 8017412096,
             "autograd_node": "AddmmBackward0",
             "phase": "backward",
-            "after_backwards": {"every": 2, "bytes": [2**28 * step for step in range(2, 29, 2)]},
+            "after_backwards": {"stride": 2, "bytes": [2**28 * step for step in range(2, 29, 2)]},
         }
         limited = MESSAGE.format(asked="136.00 MiB", free="131.60 GiB")
         a_failed_run(workspace, "r", [("oom", {"proc": "main", **event}), raised(limited)])
         found = explained(workspace, "r")
         assert found.cause.name == "leak across iterations"
         assert "by 0.25 GiB each time" in found.answer
+
+    def test_a_leak_of_one_rank_is_found_whichever_told_last(self, workspace: Workspace) -> None:
+        rising = {"stride": 1, "bytes": [GIB * step for step in range(3, 25)]}
+        flat = {"stride": 1, "bytes": [24 * GIB] * 22}
+        event = {"asked_bytes": 22 * GIB, "allocated_bytes": 24 * GIB, "reserved_bytes": 25 * GIB}
+        records = [
+            ("event", {"proc": proc, "event": {"kind": "oom", **event, "after_backwards": samples}})
+            for proc, samples in (("rank0", rising), ("rank1", flat))
+        ]
+        end = {"proc": "rank0"}
+        a_failed_run(workspace, "r", [*records, raised(PLAIN, "rank0")], end=end, processes=2)
+        found = explained(workspace, "r")
+        told = [*found.cause.evidence, *found.notes]
+        assert (
+            "rank0: what torch holds after a backward pass went from 3.00 GiB to 24.00 GiB in 21 steps"
+            in told
+        )
 
     def test_samples_that_rise_to_the_end_are_a_leak(self, workspace: Workspace) -> None:
         cards = ("cards", {"cards": [{"uuid": "GPU-1", "index": 0, "name": "H200"}]})
