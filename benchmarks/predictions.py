@@ -2,7 +2,8 @@
 
 ``PYTHONPATH=payloads:. python -m benchmarks.predictions [--only NAME]… [--json FILE]``, on a machine with a
 card on which nothing else runs; or, without one, ``--measured benchmarks/h200.json``, which holds what was
-measured on an H200 against what is predicted here today.
+measured on an H200 against what is predicted here today. That file is the machine and each case's ``ran`` of
+a ``--json`` that all eighteen cases wrote there, without what was predicted then.
 
 Each case is predicted in a process that sees no card, then run in one of its own under the instrument, as
 ``orch run`` does it; peaks are the allocator's, of each phase. Parameters, gradients and the optimizer's
@@ -21,7 +22,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ USABLE_SHARE = 0.9  # of the card, for cases side by side
 CONTEXT_BYTES = GIB  # of each process, more than it takes
 EXACT_CATEGORIES = ("parameter", "gradient", "optimizer_state")
 ROUNDED_BYTES = 512  # of each block
+SETUP = "setup"
 EXPANDABLE = "expandable_segments:True"
 SMALL = {"num_draft_layers": 3, "seq_len": 2000, "max_anchors": 64, "packed_lengths": [500, 700, 800]}
 """The reference's widths and fewer of everything else: what the dense backends can hold."""
@@ -149,14 +151,28 @@ class Ran:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """A case's prediction beside its measurement; ``wrong`` says each verdict and owner that did not hold."""
+    """A case's prediction beside its measurement.
+
+    ``errors`` are shares of what was measured, by phase; ``wrong`` says each verdict, phase and owner that
+    did not hold.
+    """
 
     case: Case
     estimate: Mapping[str, Any]
     ran: Ran
-    worst_share: float
+    errors: Mapping[str, float]
     bar_share: float
     wrong: Sequence[str] = ()
+
+    @property
+    def worst_phase(self) -> str | None:
+        """The phase that is the furthest from its prediction; None where none was measured."""
+        return max(self.errors, key=lambda name: abs(self.errors[name]), default=None)
+
+    @property
+    def worst_share(self) -> float:
+        """How far that is, whichever side."""
+        return float("inf") if self.worst_phase is None else abs(self.errors[self.worst_phase])
 
     @property
     def is_good(self) -> bool:
@@ -263,19 +279,19 @@ def try_case(case: Case, card: str, room: Room, folder: Path) -> Found:
 
 def compare(case: Case, predicted: Mapping[str, Any], ran: Ran) -> Found:
     """Returns how near a prediction is to what was measured, in the worst of all phases."""
-    shares = [
-        abs(phase["peak_allocated_bytes"] / ran.phases[phase["name"]]["peak_allocated_bytes"] - 1)
+    errors = {
+        phase["name"]: _allocated(phase) / _allocated(ran.phases[phase["name"]]) - 1
         for phase in predicted["phases"]
         if phase["name"] in ran.phases
-    ]
+    }
     bar = COMPILED_SHARE if case.is_compiled else EAGER_SHARE
     return Found(
         case=case,
         estimate=predicted,
         ran=ran,
-        worst_share=max(shares, default=float("inf")),
+        errors=errors,
         bar_share=bar,
-        wrong=wrong_owners(predicted, ran),
+        wrong=[*missing_phases(predicted, ran), *wrong_owners(predicted, ran)],
     )
 
 
@@ -298,15 +314,20 @@ def wrong_verdict(predicted: Mapping[str, Any], ran: Ran) -> str | None:
     return f"predicted {predicted['verdict']}, ended with {ran.code}: {ran.error[:80] or 'no error told'}"
 
 
-def wrong_owners(predicted: Mapping[str, Any], ran: Ran) -> list[str]:
-    """Returns which categories at the peak are not as large as predicted, where the run told them.
+def missing_phases(predicted: Mapping[str, Any], ran: Ran) -> list[str]:
+    """Returns which phases were predicted and not measured; of what comes before the first no run tells."""
+    names = [phase["name"] for phase in predicted["phases"] if phase["name"] != SETUP]
+    return [f"{name} was predicted and not measured" for name in names if name not in ran.phases]
 
-    Nothing where another phase peaks than was predicted, which phases' own peaks are judged by.
-    """
-    phase = max(predicted["phases"], key=_allocated, default=None)
+
+def wrong_owners(predicted: Mapping[str, Any], ran: Ran) -> list[str]:
+    """Returns which categories at the measured peak are not as predicted of its phase, where the run told."""
     highest = max(ran.phases, key=lambda name: _allocated(ran.phases[name]), default=None)
-    if not ran.owners or phase is None or phase["name"] != highest:
+    phase = next((phase for phase in predicted["phases"] if phase["name"] == highest), None)
+    if not ran.owners or highest is None:
         return []
+    if phase is None:
+        return [f"{highest} was measured and not predicted"]
     found = []
     for category in EXACT_CATEGORIES:
         held = ran.owners.get(category, Owned(size_bytes=0, blocks=0))
@@ -321,67 +342,51 @@ def _allocated(phase: Mapping[str, Any]) -> int:
 
 
 def table(found: Sequence[Found]) -> str:
-    """Returns a line for each phase of each case, in GiB."""
-    lines = ["| case | phase | allocated, predicted / measured | error | reserved, predicted / measured | |"]
-    lines.append("|---|---|---|---|---|---|")
-    for one in found:
-        lines += [_row(one, phase) for phase in one.estimate["phases"]]
+    """Returns a row for each case, in GiB, as docs/memory.md has it, and below what was missed."""
+    lines = ["| case | predicted | measured | worst error (phase) | reserved, predicted / measured |"]
+    lines.append("| --- | --- | --- | --- | --- |")
+    lines += [_row(one) for one in found]
+    lines += [f"MISSED {one.case.name}: {_why(one)}" for one in found if not one.is_good]
     return "\n".join(lines)
 
 
-def _row(one: Found, phase: Mapping[str, Any]) -> str:
-    measured = one.ran.phases.get(phase["name"])
-    if measured is None:
-        return f"| {one.case.name} | {phase['name']} | – | – | – | {one.ran.error[:80] or 'not measured'} |"
+def _row(one: Found) -> str:
+    predicted, measured = one.estimate["phases"], [*one.ran.phases.values()]
     allocated, reserved = (
-        (phase[key] / GIB, measured[key] / GIB) for key in ("peak_allocated_bytes", "peak_reserved_bytes")
+        [max((phase[key] for phase in phases), default=0) / GIB for phases in (predicted, measured)]
+        for key in ("peak_allocated_bytes", "peak_reserved_bytes")
     )
-    told = "; ".join(one.wrong) or ("" if one.is_good else "MISSED")
     return (
-        f"| {one.case.name} | {phase['name']} | {allocated[0]:.3f} / {allocated[1]:.3f} "
-        f"| {allocated[0] / allocated[1] - 1:+.2%} | {reserved[0]:.3f} / {reserved[1]:.3f} | {told} |"
+        f"| {one.case.name} | {allocated[0]:.3f} | {allocated[1]:.3f} | {_error_text(one)} "
+        f"| {reserved[0]:.2f} / {reserved[1]:.2f} |"
     )
 
 
-def main() -> int:
-    """Runs the cases that the command line names."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.predictions", description=__doc__)
-    parser.add_argument("--only", action="append", choices=[case.name for case in CASES], help="repeatable")
-    parser.add_argument("--at-once", type=int, default=4, help="cases side by side at most")
-    parser.add_argument("--json", type=Path, default=Path("benchmarks/predictions.json"), metavar="FILE")
-    parser.add_argument("--measured", type=Path, metavar="FILE", help="an earlier --json, in a card's place")
-    options = parser.parse_args()
-    chosen = [case for case in CASES if not options.only or case.name in options.only]
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.at_once) as pool:
-        if options.measured is None:
-            machine = Machine.here()
-            room = Room(int(float(machine.card.partition("GiB")[0]) * GIB))
-            found = list(pool.map(lambda case: try_case(case, machine.card, room, Path(folder)), chosen))
-            found = [
-                try_limits(one, machine.card, Path(folder)) if one.case.is_limited else one for one in found
-            ]
-        else:
-            machine, measured = read_measured(options.measured)
-            chosen = [case for case in chosen if case.name in measured]
-            estimates = pool.map(lambda case: estimate(case, machine.card, Path(folder)), chosen)
-            found = [
-                compare(case, predicted, measured[case.name])
-                for case, predicted in zip(chosen, estimates, strict=True)
-            ]
-    whole = {"machine": asdict(machine), "cases": {one.case.name: asdict(one) for one in found}}
-    options.json.write_text(json.dumps(whole, indent=2))
-    print(f"measured: {machine.name}, {machine.card}, torch {machine.torch}")
-    print(f"predicted: torch {found[0].estimate['torch']}, without a card\n\n{table(found)}")
-    return int(not all(one.is_good for one in found))
+def _error_text(one: Found) -> str:
+    if one.worst_phase is None:
+        return "not measured"
+    share = f"{one.errors[one.worst_phase]:+.2%}".replace("%", " %").replace("-", "−")
+    return "0.00 %" if share[1:] == "0.00 %" else f"{share} ({one.worst_phase})"
+
+
+def _why(one: Found) -> str:
+    told = [one.ran.error[:80]] if one.ran.code else []
+    if one.worst_share > one.bar_share:
+        told.append(f"{_error_text(one)} is more than {one.bar_share:.0%}")
+    return "; ".join([*filter(None, told), *one.wrong]) or f"ended with {one.ran.code}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """What was measured on: ``card`` is the first one as the estimate takes it."""
+    """What was measured on: ``card`` is the first one as the estimate takes it.
+
+    ``total_bytes`` is what its driver reports, None where a file does not tell.
+    """
 
     name: str
     card: str
     torch: str
+    total_bytes: int | None = None
 
     @classmethod
     def here(cls) -> Machine:
@@ -394,19 +399,77 @@ class Machine:
         if done.returncode:
             problem = done.stderr.strip().rpartition("\n")[2]
             raise SystemExit(f"no card can be used here ({problem}); without one: --measured FILE")
-        name, total_bytes, capability, torch = done.stdout.strip().split("|")
-        return cls(name=name, card=f"{int(total_bytes) / GIB:.4f}GiB:sm_{capability}", torch=torch)
+        name, told, capability, torch = done.stdout.strip().split("|")
+        total_bytes = int(told)
+        card = f"{total_bytes / GIB:.4f}GiB:sm_{capability}"
+        return cls(name=name, card=card, torch=torch, total_bytes=total_bytes)
 
 
 def read_measured(path: Path) -> tuple[Machine, dict[str, Ran]]:
     """Returns what an earlier run wrote with ``--json``: its machine, and each case's measurements."""
-    whole = json.loads(path.read_text())
     measured = {}
-    for name, one in whole["cases"].items():
-        told = one["ran"]
-        owners = {category: Owned(**held) for category, held in told["owners"].items()}
-        measured[name] = Ran(**{**told, "owners": owners})
-    return Machine(**whole["machine"]), measured
+    try:
+        whole = json.loads(path.read_text())
+        for name, one in whole["cases"].items():
+            told = one["ran"]
+            owners = {category: Owned(**held) for category, held in told["owners"].items()}
+            measured[name] = Ran(**{**told, "owners": owners})
+        machine = Machine(**whole["machine"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SystemExit(
+            f"{path} is not what --json of this program writes ({type(error).__name__}: {error}); "
+            "name such a file, as benchmarks/h200.json"
+        ) from error
+    return machine, measured
+
+
+def measure(chosen: Sequence[Case], pool: Executor, folder: Path) -> tuple[Machine, list[Found]]:
+    """Predicts cases and runs them on the card that is here."""
+    machine = Machine.here()
+    assert machine.total_bytes is not None
+    room = Room(machine.total_bytes)
+    found = list(pool.map(lambda case: try_case(case, machine.card, room, folder), chosen))
+    return machine, [try_limits(one, machine.card, folder) if one.case.is_limited else one for one in found]
+
+
+def hold_against(
+    path: Path, only: Sequence[str], pool: Executor, folder: Path
+) -> tuple[Machine, list[Found]]:
+    """Predicts cases for the card that a file has measurements of: those of ``only``, else all it has."""
+    machine, measured = read_measured(path)
+    chosen = [case for case in CASES if case.name in measured and (not only or case.name in only)]
+    missing = [name for name in only if name not in measured]
+    if missing or not chosen:
+        has = ", ".join(case.name for case in CASES if case.name in measured) or "none"
+        raise SystemExit(
+            f"{path} has no measurement of {', '.join(missing) or 'any case'} (it has: {has}); measure on a "
+            "card, without --measured"
+        )
+    estimates = pool.map(lambda case: estimate(case, machine.card, folder), chosen)
+    pairs = zip(chosen, estimates, strict=True)
+    return machine, [compare(case, predicted, measured[case.name]) for case, predicted in pairs]
+
+
+def main() -> int:
+    """Runs the cases that the command line names."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.predictions", description=__doc__)
+    parser.add_argument("--only", action="append", choices=[case.name for case in CASES], help="repeatable")
+    parser.add_argument("--at-once", type=int, default=4, help="cases side by side at most")
+    parser.add_argument("--json", type=Path, default=Path("benchmarks/predictions.json"), metavar="FILE")
+    parser.add_argument("--measured", type=Path, metavar="FILE", help="an earlier --json, in a card's place")
+    options = parser.parse_args()
+    only = options.only or []
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.at_once) as pool:
+        if options.measured is None:
+            chosen = [case for case in CASES if not only or case.name in only]
+            machine, found = measure(chosen, pool, Path(folder))
+        else:
+            machine, found = hold_against(options.measured, only, pool, Path(folder))
+    whole = {"machine": asdict(machine), "cases": {one.case.name: asdict(one) for one in found}}
+    options.json.write_text(json.dumps(whole, indent=2))
+    print(f"measured: {machine.name}, {machine.card}, torch {machine.torch}")
+    print(f"predicted: torch {found[0].estimate['torch']}, without a card\n\n{table(found)}")
+    return int(not all(one.is_good for one in found))
 
 
 def _params_file(case: Case, folder: Path) -> Path:

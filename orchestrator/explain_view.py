@@ -25,7 +25,7 @@ _WIDTH = 9
 def explanation_lines(
     found: Explanation, *, run_id: str | None = None, where: str | None = None
 ) -> Iterator[str]:
-    """Yields the answer, and then what it stands on, section by section, but for what would fit.
+    """Yields the answer, and then what it stands on, section by section, but for what to do next.
 
     ``where`` is the stream of the run that its message was printed to.
     """
@@ -44,9 +44,11 @@ def explanation_lines(
 
 
 def remedy_lines(found: Explanation) -> Iterator[str]:
-    """Yields what was predicted of it as it is, or why nothing was, and what would make it fit."""
+    """Yields what was predicted of it as it is, or why nothing was, and what can be tried next, with what each
+    way comes to.
+    """
     yield from _section("predicted", found.foreseen)
-    yield from _section("would fit", _remedies(found))
+    yield from _section("next", _remedies(found))
 
 
 def short_lines(found: Explanation, run_id: str, most_lines: int = MOST_SHORT_LINES) -> list[str]:

@@ -60,8 +60,9 @@ class Comparison:
         return self.unexplained_bytes / max(1, self.measured_allocated_bytes)
 
     def as_json(self) -> dict[str, Any]:
-        """Returns plain JSON values."""
-        return {**asdict(self), "unexplained_bytes": self.unexplained_bytes}
+        """Returns plain JSON values; of a run that was cut short nothing is unexplained."""
+        rest = None if self.is_cut_short else self.unexplained_bytes
+        return {**asdict(self), "unexplained_bytes": rest}
 
 
 def compare(estimate: Estimate, outcome: Outcome) -> Comparison | None:

@@ -6,7 +6,7 @@ Nothing is invented here: a remedy was predicted by the payload's estimate, or s
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrator.forensics.numbers import Balance
@@ -100,14 +100,7 @@ def _judged(remedy: Remedy, outlook: Outlook | None, balance: Balance) -> Remedy
         return remedy
     least, most = (peak * (1 + side * outlook.error_share) for side in (-1, 1))
     verdict = FITS if most <= room else UNFIT if least > room else UNSURE
-    return Remedy(
-        label=remedy.label,
-        changes=remedy.changes,
-        alloc_conf=remedy.alloc_conf,
-        peak_allocated_bytes=remedy.peak_allocated_bytes,
-        peak_reserved_bytes=peak,
-        verdict=verdict,
-    )
+    return replace(remedy, verdict=verdict)
 
 
 def _whole_room(balance: Balance) -> int | None:

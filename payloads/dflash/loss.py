@@ -125,7 +125,7 @@ def _plan_chunks(
 
 
 def largest_chunk(teachers_R: Tensor, chunk_rows: int) -> tuple[int, int]:
-    """Return the rows and the distinct teacher tokens that the loss holds logits of at once."""
+    """Return the buffers' rows: most rows of any chunk, most distinct tokens of any."""
     _, counts = torch.unique_consecutive(teachers_R, return_counts=True)
     chunks = list(_chunks_between_tokens(counts, chunk_rows))
     return max((_length(rows) for rows, _ in chunks), default=0), max(

@@ -47,9 +47,6 @@ class Simulation(Protocol):
     def begin_phase(self, name: str) -> None:
         """Note that a phase begins."""
 
-    def forget_peaks(self) -> None:
-        """Note that peaks count from here."""
-
     def empty_cache(self) -> None:
         """Note that the allocator gives back what it does not use."""
 

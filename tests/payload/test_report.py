@@ -43,7 +43,6 @@ EVENTS: tuple[Event, ...] = (
     Born(0),
     Mark("phase", "first"),
     Born(1),
-    Mark("forget_peaks"),
     Born(2),
     Died(1),
     Mark("phase", "second"),

@@ -257,9 +257,7 @@ def test_other_probes_run_too() -> None:
     sweep = build(anchors.AnchorSweepParams, drafter | {"anchor_counts": [3]}, what="parameter")
     log = silent(lambda: anchors.work(sweep))
     kinds = [event.kind for event in log.events if isinstance(event, Mark)]
-    # Empty before and after; peaks count from after the warm-up, of the steps and then of the loss alone.
-    measured = ["forget_peaks", "forget_peaks"]
-    assert kinds == ["phase", "empty_cache", "forget_peaks", *measured, "empty_cache", "forget_peaks"]
+    assert kinds == ["phase", "empty_cache", "empty_cache"]
     matrix = build(backends.BackendMatrixParams, drafter | {"backends": ["eager"]}, what="parameter")
     assert by_category(silent(lambda: backends.work(matrix)), "scores")
     forward = build(inference.InferenceProbeParams, SMALL, what="parameter")
@@ -348,6 +346,31 @@ def test_of_the_steps_on_a_row_the_one_with_most_logits_is_simulated() -> None:
     silent(lambda: found.append(take(range(6))))
     assert len(set(logits)) > 1
     assert logits[found[0]] == max(logits)
+
+
+def test_a_simulation_takes_no_warm_ups_and_one_of_what_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = build(oom.OomProbeParams, SMALL | {"device": "cuda"}, what="parameter")
+    repeated: list[int] = []
+    stepped: list[int] = []
+    offered: list[range] = []
+
+    def step(*_: object, seed: int) -> None:
+        stepped.append(seed)
+
+    def choose(_drafter: object, _row: object, _seed: int, numbers: range) -> list[int]:
+        offered.append(numbers)
+        return [numbers[1]]
+
+    def work() -> None:
+        machine = workload.open_workplace(size, title="test")
+        drafter = workload.build_drafter(size, machine, max_anchors=size.max_anchors)
+        workload.time_repeated(machine, repeated.append, warmups=2, iterations=3)
+        workload.time_steps(machine, drafter, {}, step, seed=0, warmups=2, iterations=3)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(workload, "steps_to_take", choose)
+    silent(work)
+    assert repeated == [2]
+    assert (offered, stepped) == ([range(2, 5)], [3]), "of the steps that a card measures"
 
 
 # -- the card decides

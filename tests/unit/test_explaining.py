@@ -468,6 +468,8 @@ class TestWhatWouldFit:
         assert "fits" in verdicts
         assert verdicts == sorted(verdicts, key=lambda verdict: verdict != "fits")
         assert any(line.endswith(": fits") for line in remedy_lines(found))
+        titles = [line[:9].strip() for line in remedy_lines(found)]
+        assert [title for title in titles if title] == ["predicted", "next"]
 
     def test_an_estimate_that_fails_is_told_and_the_rest_is_explained(
         self, workspace: Workspace, bundle: Bundle

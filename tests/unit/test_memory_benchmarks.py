@@ -1,5 +1,9 @@
 """How the benchmarks of memory judge: what names a tensor, and what contradicts a prediction."""
 
+import json
+import re
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,9 @@ from benchmarks.predictions import (
     Ran,
     compare,
     estimate,
+    main,
     read_measured,
+    table,
     wrong_owners,
     wrong_verdict,
 )
@@ -72,13 +78,62 @@ def test_owners_at_the_peak_are_those_of_the_prediction_to_the_allocators_roundi
 def test_a_category_that_was_predicted_and_not_measured_is_wrong() -> None:
     ran = Ran(code=0, phases={"timed": PEAKS}, owners={"parameter": Owned(size_bytes=2**20, blocks=3)})
     assert wrong_owners(_predicted("timed"), ran) == ["gradient: predicted 1048576 B, measured 0 B"]
-    assert not wrong_owners(_predicted("packed"), ran)
     assert not wrong_owners(_predicted("timed"), Ran(code=0, phases={"timed": PEAKS}))
 
 
-def _predicted(phase: str) -> dict[str, Any]:
-    sums = {"parameter": 2**20, "gradient": 2**20, "activation": 2**30}
-    return {"phases": [{"name": phase, "by_category": sums, **PEAKS}]}
+def test_owners_are_those_predicted_of_the_phase_that_was_measured_the_highest() -> None:
+    lower = {**PEAKS, "peak_allocated_bytes": 7 * 2**30}
+    whole = {"parameter": Owned(size_bytes=2**20, blocks=3), "gradient": Owned(size_bytes=2**20, blocks=3)}
+    ran = Ran(code=0, phases={"timed": PEAKS, "packed": lower}, owners=whole)
+    phases = [*_predicted("timed", lower)["phases"], *_predicted("packed", gradient=2**21)["phases"]]
+    assert wrong_owners({"phases": phases}, ran) == []
+    other = Ran(code=0, phases={"timed": lower, "packed": PEAKS}, owners=whole)
+    assert wrong_owners({"phases": phases}, other) == ["gradient: predicted 2097152 B, measured 1048576 B"]
+    assert wrong_owners(_predicted("packed"), ran) == ["timed was measured and not predicted"]
+
+
+def test_a_phase_that_was_predicted_and_not_measured_is_wrong() -> None:
+    phases = [*_predicted("setup")["phases"], *_predicted("timed")["phases"], *_predicted("packed")["phases"]]
+    found = compare(CASES[0], {"phases": phases}, Ran(code=0, phases={"timed": PEAKS}))
+    assert found.wrong == ["packed was predicted and not measured"]
+    assert not found.is_good
+
+
+def test_a_table_has_one_row_for_a_case_with_its_worst_phase_and_says_what_was_missed() -> None:
+    near = {**PEAKS, "peak_allocated_bytes": int(8.008 * 2**30)}
+    phases = [*_predicted("timed")["phases"], *_predicted("packed")["phases"]]
+    ran = Ran(code=0, phases={"timed": PEAKS, "packed": near})
+    eager = next(case for case in CASES if not case.is_compiled)
+    good = compare(CASES[0], {"phases": phases}, ran)
+    assert table([good]).splitlines()[2:] == [
+        "| flex none | 8.000 | 8.008 | −0.10 % (packed) | 8.00 / 8.00 |"
+    ]
+    ran = Ran(code=0, phases={"timed": PEAKS, "packed": {**PEAKS, "peak_allocated_bytes": 2**32}})
+    bad = compare(eager, {"phases": phases}, ran)
+    said = f"MISSED {eager.name}: +100.00 % (packed) is more than 1%"
+    assert table([good, bad]).splitlines()[-1] == said
+
+
+def test_what_cannot_be_held_against_a_file_is_said_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong, empty = tmp_path / "wrong.json", tmp_path / "empty.json"
+    wrong.write_text("[]")
+    machine = {"name": "a", "card": "1GiB:sm_90", "torch": "2"}
+    empty.write_text(json.dumps({"machine": machine, "cases": {}}))
+    for path, words in (
+        (wrong, "is not what --json of this program writes"),
+        (tmp_path / "none.json", "name such a file, as benchmarks/h200.json"),
+        (empty, "has no measurement of flex none (it has: none); measure on a card, without --measured"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["predictions", "--only", "flex none", "--measured", str(path)])
+        with pytest.raises(SystemExit, match=re.escape(words)):
+            main()
+
+
+def _predicted(phase: str, peaks: Mapping[str, int] = PEAKS, *, gradient: int = 2**20) -> dict[str, Any]:
+    sums = {"parameter": 2**20, "gradient": gradient, "activation": 2**30}
+    return {"phases": [{"name": phase, "by_category": sums, **peaks}]}
 
 
 def test_what_an_h200_measured_is_predicted_today(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

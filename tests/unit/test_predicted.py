@@ -101,6 +101,7 @@ def test_nothing_is_unexplained_of_a_run_that_failed_before_its_peak(
     assert comparison_line(Prediction(estimate=_estimate(), card=None), found).endswith(line)
     last = [list(column.cells)[-1] for column in comparison_table(found).columns]
     assert (str(last[3]) == "-") == ("failed" in line)
+    assert (found.as_json()["unexplained_bytes"] is None) == ("failed" in line)
 
 
 def test_a_run_that_told_no_categories_still_has_its_peak() -> None:

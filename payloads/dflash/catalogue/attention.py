@@ -126,7 +126,11 @@ def _math(row: Row, of_chunk: Term) -> Iterator[Shape]:
         notes=(
             _expanded(row),
             *upcast,
-            "a boolean mask pushed dispatch off the fused kernels: flash takes none, others no grouped heads",
+            "keys, values, and a scaled transposed copy of the keys are of this size",
+            (
+                "sdpa_math allows the math path alone; torch takes it by itself where no fused kernel serves "
+                "a boolean mask with grouped heads"
+            ),
         ),
     )
     grouped = (blocks, ("key-value heads", row.G), keys, width)

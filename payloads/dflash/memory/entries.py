@@ -72,7 +72,7 @@ ENTRIES = {
             module="dflash.probes.bench",
             params=bench.BenchParams,
             work=bench.work,
-            few={"warmups": 0, "profile": False},
+            few={"profile": False},
         ),
         Entry(
             module="dflash.probes.dispatch",

@@ -61,12 +61,11 @@ class Died(NamedTuple):
 class Mark(NamedTuple):
     """Something that is no allocation.
 
-    "phase": the part of the run with that name begins, until the next such mark. "forget_peaks": peaks count
-    from here; what was allocated before in the phase is not part of a measured run's peak, but can fail.
-    "empty_cache": what is cached and free goes back to the card.
+    "phase": the part of the run with that name begins, until the next such mark. "empty_cache": what is
+    cached and free goes back to the card.
     """
 
-    kind: Literal["phase", "forget_peaks", "empty_cache"]
+    kind: Literal["phase", "empty_cache"]
     name: str = ""
 
 

@@ -113,10 +113,6 @@ class _Simulation:
         """Note that a phase begins."""
         self.recorder.events.append(Mark("phase", name))
 
-    def forget_peaks(self) -> None:
-        """Note that peaks count from here."""
-        self.recorder.events.append(Mark("forget_peaks"))
-
     def empty_cache(self) -> None:
         """Note that the allocator gives back what it does not use."""
         self.recorder.events.append(Mark("empty_cache"))

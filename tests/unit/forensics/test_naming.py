@@ -165,7 +165,11 @@ def test_22_3_gib_are_keys_expanded_to_all_heads_in_float32(text: str) -> None:
         "8 key-value heads are expanded to 32 query heads",
         "bfloat16 is upcast to float32 there",
         "in bfloat16 it would be 11.15 GiB",
-        "a boolean mask pushed dispatch off the fused kernels: flash takes none, others no grouped heads",
+        "keys, values, and a scaled transposed copy of the keys are of this size",
+        (
+            "sdpa_math allows the math path alone; torch takes it by itself where no fused kernel serves a "
+            "boolean mask with grouped heads"
+        ),
     ):
         assert reason in best.evidence
 
