@@ -44,8 +44,8 @@ def explanation_lines(
 
 
 def remedy_lines(found: Explanation) -> Iterator[str]:
-    """Yields what was predicted of it as it is, or why nothing was, and what can be tried next, with what each
-    way comes to.
+    """Yields what was predicted of it as it is, or why nothing was, and what can be tried next, with what
+    each way comes to.
     """
     yield from _section("predicted", found.foreseen)
     yield from _section("next", _remedies(found))
