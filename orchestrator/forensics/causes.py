@@ -253,7 +253,7 @@ def _too_large(balance: Balance, around: Surroundings) -> Cause:
         return Cause(name=TOO_LARGE, sentence="more was asked for than was left")
     is_full, asked = _is_full(balance), balance.asked_bytes or 0
     room = 0 if is_full else balance.room_bytes
-    evidence = [f"{sized(asked - room)} more than there was room for" if asked > room else "nothing was left"]
+    evidence = [f"{sized(asked - room)} more than there was room for"]
     if is_full and balance.free_bytes:
         evidence.append(f"the {sized(balance.free_bytes)} that are called free are the driver's reserve")
     if around.is_limited and balance.limit_bytes is not None:
@@ -265,7 +265,7 @@ def _too_large(balance: Balance, around: Surroundings) -> Cause:
         evidence.append(f"{share:.0%} of the card is allocated by this process")
     unused = balance.unallocated_bytes or 0
     advice: str | None = None
-    if unused > 0 and not around.is_expandable and asked <= room + unused:
+    if not around.is_expandable and asked <= room + unused:
         evidence.append(f"torch keeps {sized(unused)} more, unused and in pieces: with it there was enough")
         advice = _EXPANDABLE
     return Cause(
