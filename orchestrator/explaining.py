@@ -19,6 +19,7 @@ from orchestrator.experiment import Experiment
 from orchestrator.forensics.captures import Capture
 from orchestrator.forensics.causes import Surroundings
 from orchestrator.forensics.explain import Explanation, Facts, asked_size, device_of, explain, failure_of
+from orchestrator.forensics.growth import Growth, Series, steady_growth
 from orchestrator.forensics.message_kinds import KILLED
 from orchestrator.forensics.messages import Found, OomMessage, find_in, parse
 from orchestrator.forensics.naming import Naming, name_tensor
@@ -95,7 +96,7 @@ def _facts(outcome: Outcome, told: Told, row: RunRow) -> tuple[str, Facts]:
     where, found = told.output_of(proc)
     found = _believed(found, outcome)
     ended_by = _in_output(parse(told.exceptions.get(proc or MAIN, "")), found)
-    return where, Facts(
+    facts = Facts(
         proc=None if proc == MAIN else proc,
         ended_by=ended_by,
         went_on=None if ended_by is not None or not found.messages else _other_end(outcome),
@@ -103,6 +104,9 @@ def _facts(outcome: Outcome, told: Told, row: RunRow) -> tuple[str, Facts]:
         captures=_captures_of(told, proc),
         around=_surroundings(outcome, told, row),
     )
+    _, capture = failure_of(facts)
+    growths = _growths(told, capture, proc or MAIN)
+    return where, replace(facts, around=replace(facts.around, growths=growths))
 
 
 def _believed(found: Found, outcome: Outcome) -> Found:
@@ -134,11 +138,29 @@ def _surroundings(outcome: Outcome, told: Told, row: RunRow) -> Surroundings:
         peak_rss_bytes=outcome.peak_rss_bytes,
         peak_reserved_bytes=max((peak.reserved_bytes for peak in outcome.peak_memory), default=None),
         card_bytes=outcome.devices[0].total_bytes if outcome.devices else None,
-        growths=told.growths,
         strangers=told.strangers,
         settings=outcome.allocator_settings,
         is_limited=bool(row.job.get("memory_limit_bytes")),
     )
+
+
+def _growths(told: Told, capture: Capture | None, proc: str) -> tuple[Growth, ...]:
+    """Returns what grew: of what is left by backward passes only on the card and in the process that failed.
+
+    Where the optimizer's first states are being made no step has ended, so what grew is no leak.
+    """
+    if capture is None or capture.proc != proc:
+        return told.growths
+    if capture.is_in_first_step:
+        return ()
+    whose = "" if proc == MAIN else f"{proc}: "
+    passes = Series(
+        name=f"{whose}what torch holds after a backward pass",
+        values=capture.after_backwards,
+        stride=capture.stride,
+    )
+    grown = steady_growth(passes)
+    return told.growths if grown is None else (*told.growths, grown)
 
 
 def _in_output(message: OomMessage | None, found: Found) -> OomMessage | None:

@@ -29,7 +29,6 @@ MOST_SERIES = 64
 MOST_VALUES = 4096
 _MIB = 2**20
 _IN_USE_ON = "memory in use on "
-_AFTER_BACKWARDS = "what torch holds after a backward pass"
 _UNITS = {"_bytes": 1, "_mib": _MIB, "_gib": 2**30}
 
 
@@ -106,13 +105,6 @@ class Evidence:
         series = [
             Series(name=printable(name)[:80], values=tuple(values), is_of_all=name.startswith(_IN_USE_ON))
             for name, values in self._series.items()
-        ]
-        last = {capture.proc: capture for capture in self._captures}
-        series += [
-            Series(
-                name=_name_of(_AFTER_BACKWARDS, proc), values=capture.after_backwards, stride=capture.stride
-            )
-            for proc, capture in last.items()
         ]
         grown = (steady_growth(each) for each in series)
         return Told(

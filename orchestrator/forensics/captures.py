@@ -14,6 +14,9 @@ from orchestrator.text import printable
 from orchestrator.told_values import items, mappings, size
 
 MOST_ENTRIES = 64
+MOST_SAMPLE_BYTES = 2**40  # no card has more
+MOST_STRIDE = 2**20
+OPTIMIZER = "optimizer"
 _MOST_CHARACTERS = 300
 
 
@@ -81,6 +84,11 @@ class Capture:
     stride: int
     snapshot: str | None
 
+    @property
+    def is_in_first_step(self) -> bool:
+        """Whether the optimizer failed before it had any state."""
+        return self.phase == OPTIMIZER and all(owner.category != "optimizer_state" for owner in self.owners)
+
 
 def read_capture(event: Mapping[str, Any], *, proc: str) -> Capture:
     """Returns what an ``oom`` event says."""
@@ -103,9 +111,11 @@ def read_capture(event: Mapping[str, Any], *, proc: str) -> Capture:
         largest=tuple(map(_block, _mappings(event.get("largest")))),
         processes=tuple(map(_process, _mappings(event.get("processes")))),
         after_backwards=tuple(
-            sample for item in items(samples.get("bytes"), MOST_ENTRIES) if (sample := size(item)) is not None
+            sample
+            for item in items(samples.get("bytes"), MOST_ENTRIES)
+            if (sample := size(item)) is not None and sample <= MOST_SAMPLE_BYTES
         ),
-        stride=max(1, size(samples.get("stride")) or 1),
+        stride=min(max(1, size(samples.get("stride")) or 1), MOST_STRIDE),
         snapshot=_text(event.get("snapshot")),
     )
 

@@ -227,7 +227,8 @@ def _leak(balance: Balance, around: Surroundings) -> Cause | None:
         evidence=(_growth_text(growth),),
         advice=(
             "look for tensors that are kept from one iteration to the next: losses or metrics kept with "
-            "their graph (.detach() or .item() them), a list of outputs, a graph that is retained"
+            "their graph (.detach() or .item() them), a list of outputs, a graph that is retained; rows that "
+            "become longer on purpose look the same"
         ),
     )
 

@@ -158,8 +158,10 @@ def explain(facts: Facts) -> Explanation | None:
 
 
 def _is_same(message: OomMessage, capture: Capture) -> bool:
-    """Tells whether both may be of one failure: of one size, as far as both tell it."""
+    """Tells whether both may be of one failure: of one card and size, as far as both tell them."""
     printed, exact = message.asked_bytes, capture.asked_bytes
+    if None not in (message.device, capture.device) and message.device != capture.device:
+        return False
     return printed is None or exact is None or abs(printed - exact) <= 0.006 * max(exact, 2**20)
 
 

@@ -1,18 +1,25 @@
 """Whether memory that is sampled while a program runs grows step by step until it is out (pure).
 
-What warms up and then stays is no leak: what counts is that the later half still rises, in most of its steps,
-and never gives much back.
+What warms up and then stays is no leak: what counts is that the later half still rises, in most of its steps
+by about as much each time, and never gives much back. What rises faster and faster is made larger on purpose,
+as batches are that are tried until one does not fit.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import fmean, median
 
 LEAST_SAMPLES = 6
 _LEAST_RISING_SHARE = 0.6
 _MOST_GIVEN_BACK_SHARE = 0.25
 _LEAST_RISE_SHARE = 0.05
+_LEAST_RISE_BYTES = 64 * 2**20
+_ALIKE = 2.0  # steps of a leak are about as large as their median
+_LEAST_ALIKE_SHARE = 0.6
+_FASTER, _LEAST_FASTER_SHARE = 1.3, 0.8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,14 +62,28 @@ def steady_growth(series: Series) -> Growth | None:
     rising = sum(step > 0 for step in steps)
     given_back = -sum(step for step in steps if step < 0)
     is_steady = rising >= max(3, _LEAST_RISING_SHARE * len(steps))
-    is_large = rise >= _LEAST_RISE_SHARE * later[-1]
+    is_large = rise >= max(_LEAST_RISE_BYTES, _LEAST_RISE_SHARE * later[-1])
     if not (is_steady and is_large and given_back <= _MOST_GIVEN_BACK_SHARE * rise):
         return None
+    if not _is_even([step for step in steps if step > 0]):
+        return None
     first = series.values[0]
-    return Growth(
+    grown = Growth(
         name=series.name,
         first_bytes=first,
         last_bytes=later[-1],
         steps=(len(series.values) - 1) * series.stride,
         is_of_all=series.is_of_all,
     )
+    return grown if grown.per_step_bytes > 0 else None
+
+
+def _is_even(rises: Sequence[int]) -> bool:
+    """Tells whether most rises are of one size, and they do not become ever larger."""
+    middle = median(rises)
+    alike = sum(middle / _ALIKE <= rise <= middle * _ALIKE for rise in rises)
+    larger = sum(after > before for before, after in pairwise(rises))
+    third = max(1, len(rises) // 3)
+    is_faster = fmean(rises[-third:]) >= _FASTER * fmean(rises[:third])
+    is_ever_larger = is_faster and larger >= _LEAST_FASTER_SHARE * (len(rises) - 1)
+    return alike >= _LEAST_ALIKE_SHARE * len(rises) and not is_ever_larger

@@ -150,7 +150,7 @@ class MemoryWatch:
         @functools.wraps(backward)
         def backward_and_look(*arguments: Any, **named: Any) -> Any:
             result = backward(*arguments, **named)
-            if self._is_started and os.getpid() == self._pid:
+            if self._is_started and os.getpid() == self._pid and not self._is_within_backward():
                 self._backwards += 1
                 self._sample()
                 if not self._backwards & (self._backwards - 1):
@@ -158,6 +158,11 @@ class MemoryWatch:
             return result
 
         return backward_and_look
+
+    def _is_within_backward(self) -> bool:
+        """Tells whether a pass ran inside another, as a reentrant checkpoint's does: it ends no step."""
+        node = getattr(self._torch._C, "_current_autograd_node", None)  # noqa: SLF001
+        return node is not None and node() is not None
 
     def _sample(self) -> None:
         """Notes what is allocated, until that fails once: it would after each pass."""

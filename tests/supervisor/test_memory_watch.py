@@ -187,6 +187,28 @@ class FailureTest(WatchCase):
         self.assertEqual(samples["stride"], 2)
         self.assertEqual(samples["bytes"], [68 * MIB + 2**16 * step for step in range(2, 101, 2)])
 
+    def test_a_pass_within_another_as_a_reentrant_checkpoint_s_is_none_of_its_own(self) -> None:
+        events = self.told(
+            after_filling(
+                """
+                kept = []
+                class node:
+                    def name():
+                        return "CheckpointFunctionBackward"
+                def step():
+                    torch.node = node
+                    for _ in range(8):
+                        torch.autograd.backward(lambda: kept.append(torch.Tensor(2**16)))
+                    torch.node = None
+                torch.autograd.backward(step)
+                head.forward()
+                """
+            ),
+            1,
+        )
+        (event,) = of_kind(events, "oom")
+        self.assertEqual(event["after_backwards"], {"stride": 1, "bytes": [68 * MIB + 8 * 2**16]})
+
     def test_backward_is_told_with_autograds_node(self) -> None:
         (event,) = of_kind(
             self.told(

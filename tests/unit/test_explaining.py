@@ -253,6 +253,47 @@ class TestWhatRecordsTell:
             in told
         )
 
+    @pytest.mark.parametrize(
+        ("failed", "is_leak"),
+        [
+            ({}, True),
+            ({"proc": "rank1"}, False),
+            ({"device": 1}, False),
+            ({"phase": "optimizer", "owners": [{"category": "gradient", "bytes": GIB}]}, False),
+            ({"phase": "optimizer", "owners": [{"category": "optimizer_state", "bytes": GIB}]}, True),
+            (
+                {"after_backwards": {"stride": 2**62, "bytes": [2**62 + step * 2**58 for step in range(8)]}},
+                False,
+            ),
+            ({"after_backwards": {"stride": 1, "bytes": list(range(8))}, "allocated_bytes": None}, False),
+        ],
+        ids=["own", "another rank", "another card", "first states", "later", "no card's", "bytes"],
+    )
+    def test_a_leak_is_one_of_the_card_and_process_that_failed(
+        self, workspace: Workspace, failed: dict[str, Any], is_leak: bool
+    ) -> None:
+        small = MESSAGE.format(asked="2.00 GiB", free="1.00 GiB")
+        event = {
+            "kind": "oom",
+            "device": 0,
+            "asked_bytes": 2 * GIB,
+            "free_bytes": GIB,
+            "allocated_bytes": 83 * GIB,
+            "reserved_bytes": 84 * GIB,
+            "after_backwards": {"stride": 1, "bytes": [GIB * step for step in range(20, 84, 4)]},
+            **failed,
+        }
+        proc = event.pop("proc", "rank0")
+        flat = {"device": 0, "asked_bytes": 2 * GIB, "free_bytes": GIB, "allocated_bytes": 83 * GIB}
+        records: list[tuple[str, dict[str, Any]]] = [("event", {"proc": proc, "event": event})]
+        if proc != "rank0" or event["device"] != 0:
+            records.insert(0, ("oom", {"proc": "rank0", **flat}))
+        end = {"proc": "rank0"}
+        a_failed_run(workspace, "r", [*records, raised(small, "rank0")], end=end, processes=2)
+        found = explained(workspace, "r")
+        assert (found.cause.name == "leak across iterations") == is_leak
+        assert is_leak or not any("after a backward pass" in note for note in found.notes)
+
     def test_samples_that_rise_to_the_end_are_a_leak(self, workspace: Workspace) -> None:
         cards = ("cards", {"cards": [{"uuid": "GPU-1", "index": 0, "name": "H200"}]})
         samples = [

@@ -437,11 +437,22 @@ class TestGrowth:
             ((10, 20, 30), False),  # too short
             ((100, 101, 102, 103, 104, 105, 106, 107), False),  # next to nothing
             ((80, 70, 60, 50, 40, 30, 20), False),
+            ((10, 14, 18, 24, 34, 51, 76, 118), False),  # batches that are tried, each 1.6 times the last
+            (tuple(step * step for step in range(4, 20)), False),  # scores of rows that become longer
+            ((8, 8, 8, 8, 16, 16, 16, 16, 32, 32, 32, 32, 64, 64, 64, 64), False),  # a curriculum's stages
+            ((10, 13, 15, 19, 21, 23, 27, 30, 32, 35, 39, 41), True),  # about as much each time
         ],
     )
     def test_only_what_rises_to_the_end_is_growth(self, values: tuple[int, ...], grows: bool) -> None:
         found = steady_growth(Series(name="x", values=tuple(value * GIB for value in values)))
         assert (found is not None) == grows
+
+    @pytest.mark.parametrize(
+        ("rise_mib", "stride", "grows"), [(4, 1, False), (32, 1, True), (32, 2**28, False)]
+    )
+    def test_a_growth_of_next_to_nothing_is_none(self, rise_mib: int, stride: int, grows: bool) -> None:
+        values = tuple(step * rise_mib * 2**20 for step in range(8))
+        assert (steady_growth(Series(name="x", values=values, stride=stride)) is not None) == grows
 
 
 def capture(**event: Any) -> Any:
