@@ -31,7 +31,8 @@ _WORTH_NAMING_BYTES = 2**30
 _MOST_LIBRARIES_BYTES = 4 * 2**30
 _LEAST_OF_HELD, _MOST_OF_HELD = 0.7, 1.3  # where what grew is what torch held
 _DRIVERS_OWN_BYTES = 64 * 2**20  # of what a full card reports as free
-_LEAST_UNUSED_SHARE = 0.04  # of what torch holds, to be why a card is full
+_LEAST_UNUSED_SHARE = 0.04  # of what torch may take, to be why it is full
+_FAR_ABOVE = 4  # times what is unused: then what took that much was why
 _EXPANDABLE = "allocator setting: alloc_conf: expandable_segments:True, so that pieces can be joined"
 
 
@@ -102,7 +103,7 @@ def contributing(main: Cause, balance: Balance, around: Surroundings) -> Iterato
 def _device_cause(balance: Balance, around: Surroundings) -> Cause:
     asked = balance.asked_bytes or 0
     leak = _leak(balance, around)
-    if _is_fragmented(balance):
+    if _is_fragmented(balance) and not _is_outweighed(balance, leak, around):
         return _fragmentation(balance, around)
     if balance.room_bytes is not None and balance.free_bytes is not None:
         if balance.free_bytes >= asked and not _is_full(balance):
@@ -115,9 +116,22 @@ def _device_cause(balance: Balance, around: Surroundings) -> Cause:
 def _is_fragmented(balance: Balance) -> bool:
     """Enough is kept and unused, and no single piece of it is large enough."""
     asked, unused = balance.asked_bytes or 0, balance.unallocated_bytes
-    if unused is None or unused < max(asked, _LEAST_UNUSED_SHARE * (balance.reserved_bytes or 0)):
+    whole = balance.limit_bytes or balance.capacity_bytes or balance.reserved_bytes or 0
+    if unused is None or unused < max(asked, _LEAST_UNUSED_SHARE * whole):
         return False
-    return balance.largest_free_bytes is None or balance.largest_free_bytes < asked
+    return not _has_fitting_piece(balance)
+
+
+def _is_outweighed(balance: Balance, leak: Cause | None, around: Surroundings) -> bool:
+    """Others, or a leak, took far more than what is in pieces."""
+    asked, unused = balance.asked_bytes or 0, balance.unallocated_bytes or 0
+    foreign = balance.others_bytes + _foreign_unseen(balance) if _is_taken(balance, asked) else 0
+    risen = max(growth.rise_bytes for growth in around.growths) if leak is not None else 0
+    return max(foreign, risen) >= _FAR_ABOVE * unused
+
+
+def _has_fitting_piece(balance: Balance) -> bool:
+    return balance.largest_free_bytes is not None and balance.largest_free_bytes >= (balance.asked_bytes or 0)
 
 
 def _fragmentation(balance: Balance, around: Surroundings) -> Cause:
@@ -211,12 +225,10 @@ def _taken(balance: Balance, around: Surroundings) -> Cause:
 
 
 def _leak(balance: Balance, around: Surroundings) -> Cause | None:
-    if not around.growths:
+    growth = max(around.growths, key=lambda found: found.rise_bytes, default=None)
+    if growth is None or not _is_of_card(growth, balance):
         return None
-    growth = max(around.growths, key=lambda found: found.last_bytes - found.first_bytes)
-    if not _is_of_card(growth, balance):
-        return None
-    if growth.last_bytes - growth.first_bytes < (balance.asked_bytes or 0) // 2:
+    if growth.rise_bytes < (balance.asked_bytes or 0) // 2:
         return None
     return Cause(
         name=LEAK,
@@ -266,7 +278,12 @@ def _too_large(balance: Balance, around: Surroundings) -> Cause:
         evidence.append(f"{share:.0%} of the card is allocated by this process")
     unused = balance.unallocated_bytes or 0
     advice: str | None = None
-    if not around.is_expandable and asked <= room + unused:
+    if _has_fitting_piece(balance):
+        evidence.append(
+            f"a free block of {sized(balance.largest_free_bytes or 0)} is not for this request: it is of "
+            "another stream, of a CUDA graph's pool or of the pool of small blocks"
+        )
+    elif not around.is_expandable and asked <= room + unused:
         evidence.append(f"torch keeps {sized(unused)} more, unused and in pieces: with it there was enough")
         advice = _EXPANDABLE
     return Cause(

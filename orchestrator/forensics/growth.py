@@ -49,7 +49,12 @@ class Growth:
     @property
     def per_step_bytes(self) -> int:
         """What is added with each step, on average."""
-        return (self.last_bytes - self.first_bytes) // self.steps
+        return self.rise_bytes // self.steps
+
+    @property
+    def rise_bytes(self) -> int:
+        """What was added in all."""
+        return self.last_bytes - self.first_bytes
 
 
 def steady_growth(series: Series) -> Growth | None:

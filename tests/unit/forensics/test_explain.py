@@ -107,6 +107,42 @@ class TestEachClassOfCause:
         assert found.cause.name == "fragmentation"
         assert "the largest unused piece is 1.00 GiB" in found.cause.evidence
 
+    def test_a_free_block_that_fits_and_is_not_given_is_no_piece_too_small(self) -> None:
+        text = message("1.25 GiB", "0.40 GiB", allocated="60.00 GiB", unused="18.00 GiB")
+        found = explained(text, captures=(capture(asked_bytes=5 * GIB // 4, largest_free_bytes=5 * GIB),))
+        assert found.cause.name == "too large"
+        assert any(
+            "a free block of 5.00 GiB is not for this request" in line for line in found.cause.evidence
+        )
+        assert not any("in pieces" in line for line in found.cause.evidence)
+        assert found.cause.advice is None
+
+    @pytest.mark.parametrize(
+        ("foreign", "unused", "name"),
+        [
+            ("63.00", "5.00", "taken by another process"),  # far more than what is unused
+            ("16.00", "5.00", "fragmentation"),
+            ("0.50", "2.00", "too large"),  # 2 % of the card
+        ],
+    )
+    def test_pieces_come_after_who_holds_far_more(self, foreign: str, unused: str, name: str) -> None:
+        allocated = 94.37 - float(foreign) - float(unused)
+        middle = (
+            f"Process 4711 has {foreign} GiB memory in use. Including non-PyTorch memory, this process has "
+            f"{allocated + float(unused) + 0.5:.2f} GiB memory in use. "
+        )
+        held, kept = f"{allocated:.2f} GiB", f"{unused} GiB"
+        text = message("1.00 GiB", "0.10 GiB", allocated=held, unused=kept, middle=middle)
+        assert explained(text).cause.name == name
+
+    def test_a_leak_far_above_what_is_unused_comes_before_pieces(self) -> None:
+        series = Series(name="GPU 0 in use", values=tuple(step * 8 * GIB for step in range(1, 10)))
+        growth = steady_growth(series)
+        assert growth is not None
+        for unused, name in (("4.50 GiB", "leak across iterations"), ("20.00 GiB", "fragmentation")):
+            text = message("0.50 GiB", "0.10 GiB", allocated="72.00 GiB", unused=unused)
+            assert explained(text, around=Surroundings(growths=(growth,))).cause.name == name
+
     def test_memory_that_another_process_holds_is_its_fault(self) -> None:
         middle = (
             "Process 4711 has 73.00 GiB memory in use. Including non-PyTorch memory, this process has 12.00 "
