@@ -131,7 +131,7 @@ def comparison_line(prediction: Prediction, found: Comparison | None) -> str:
         return f"{estimate_line(estimate, name)}; no peak was measured"
     measured = f"{gib(found.measured_allocated_bytes)} allocated on {found.card}"
     if found.is_cut_short:
-        return f"{gib(found.predicted_allocated_bytes)} allocated predicted; the run failed at {measured}"
+        return f"{gib(found.predicted_allocated_bytes)} allocated predicted; the run ended at {measured}"
     rest = f"{_signed(found.unexplained_bytes)} unexplained ({found.unexplained_share:+.1%})"
     return f"{gib(found.predicted_allocated_bytes)} allocated predicted, {measured}: {rest}"
 

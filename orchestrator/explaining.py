@@ -16,6 +16,7 @@ from orchestrator import payload_programs
 from orchestrator.bundle import Bundle
 from orchestrator.errors import OrchError, UsageError
 from orchestrator.experiment import Experiment
+from orchestrator.forensics.asked import AskedSize
 from orchestrator.forensics.captures import Capture
 from orchestrator.forensics.causes import Surroundings
 from orchestrator.forensics.explain import Explanation, Facts, asked_size, device_of, explain, failure_of
@@ -36,6 +37,7 @@ from orchestrator.outcome import Outcome, is_oom_type, outcome_of
 from orchestrator.payload_answers import Estimate
 from orchestrator.payload_programs import ESTIMATE, SHAPES, Question
 from orchestrator.supervisor.ranks import MAIN
+from orchestrator.text import printable
 from orchestrator.workspace import Workspace
 
 __all__ = [
@@ -211,7 +213,7 @@ def can_be_predicted(found: Explained) -> bool:
     """Tells whether the payload can say what would fit, and whether more memory on the card would help."""
     facts, subject = found.facts, found.subject
     is_foreign = facts.naming is not None and facts.naming.not_this_run
-    if is_foreign or asked_size(*failure_of(facts)) is None:
+    if is_foreign or facts.caution is not None or asked_size(*failure_of(facts)) is None:
         return False
     if subject.bundle is None or subject.module is None or subject.params is None:
         return False
@@ -247,8 +249,7 @@ def with_outlook(workspace: Workspace, found: Explained) -> Explained:
 
 
 def _named(workspace: Workspace, subject: Subject, facts: Facts) -> Facts:
-    message, capture = failure_of(facts)
-    size = asked_size(message, capture)
+    size = asked_size(*failure_of(facts))
     if size is None:
         return facts
     if subject.bundle is None or subject.module is None:
@@ -261,13 +262,34 @@ def _named(workspace: Workspace, subject: Subject, facts: Facts) -> Facts:
         own, others = _shape_sets(workspace, subject.bundle, subject.module, subject)
     except OrchError as error:
         return replace(facts, unnamed_why=f"the payload cannot say which tensors it makes: {error}")
+    return _compared(facts, size, own, others)
+
+
+def _compared(facts: Facts, size: AskedSize, own: ShapeSet | None, others: Sequence[ShapeSet]) -> Facts:
+    if own is None and not others:
+        return replace(facts, unnamed_why=_NO_PARAMS)
+    if own is not None and own.is_foreign:
+        return replace(facts, unnamed_why=_FOREIGN_NEXT, caution=_foreign_text(own))
+    message, capture = failure_of(facts)
     first = facts.found.first
+    naming = placed(name_tensor(size, own=own, others=others), () if capture is None else capture.stack)
+    if own is None and not naming.candidates:
+        return replace(facts, unnamed_why=f"{_NO_PARAMS}; recent runs here make nothing of that size")
     return replace(
         facts,
-        naming=placed(name_tensor(size, own=own, others=others), () if capture is None else capture.stack),
+        naming=naming,
         shapes_notes=() if own is None else own.notes,
         first_naming=_naming_of(first, own, others) if first is not None and first != message else None,
     )
+
+
+_NO_PARAMS = "no parameters are known: give --params FILE or --experiment FILE"
+_FOREIGN_NEXT = "give the parameters of the program that ran out: --params FILE or --experiment FILE"
+
+
+def _foreign_text(own: ShapeSet) -> str:
+    named = ", ".join(printable(name)[:40] for name in sorted(own.params)[:3])
+    return f"none of these parameters is one of the payload's ({named}), so nothing is named"
 
 
 def _naming_of(message: OomMessage, own: ShapeSet | None, others: Sequence[ShapeSet]) -> Naming | None:

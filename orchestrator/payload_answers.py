@@ -51,6 +51,8 @@ CATEGORIES = (
 """Who holds memory, in the order in which it is shown."""
 
 MOST_S = 86400.0
+MOST_CATEGORIES = 64
+MOST_CHARACTERS = 80  # of a category's name
 _Size = Annotated[int, Range(least=0, most=2**63 - 1)]  # of bytes, or of what is named
 _Format = Annotated[int, Range(least=1, most=1)]
 Verdict = Literal["fits", "does not fit", "within the error", "no card"]
@@ -220,9 +222,26 @@ def _refuse_outside(estimate: Estimate) -> None:
         raise Malformed("card.capability: must be two numbers")
     if not estimate.phases and (estimate.peak_allocated_bytes or estimate.peak_reserved_bytes):
         raise Malformed("phases: there are none, though a peak is named")
+    for name in ("peak_allocated_bytes", "peak_reserved_bytes"):
+        most_bytes = max((getattr(phase, name) for phase in estimate.phases), default=0)
+        if getattr(estimate, name) != most_bytes:
+            raise Malformed(f"{name}: is {getattr(estimate, name)}, but the largest phase has {most_bytes}")
+    for index, phase in enumerate(estimate.phases):
+        _refuse_owners(f"phases.{index}.by_category", phase)
     _refuse_verdict("verdict", estimate, estimate)
     for index, each in enumerate(estimate.alternatives or ()):
         _refuse_verdict(f"alternatives.{index}.verdict", each, estimate)
+
+
+def _refuse_owners(key: str, phase: Phase) -> None:
+    """Refuses owners that hold more than there is, and more or longer names than a table has room for."""
+    if len(phase.by_category) > MOST_CATEGORIES:
+        raise Malformed(f"{key}: has {len(phase.by_category)} categories; at most {MOST_CATEGORIES} are read")
+    if any(len(name) > MOST_CHARACTERS for name in phase.by_category):
+        raise Malformed(f"{key}: has a name of more than {MOST_CHARACTERS} characters")
+    held_bytes = sum(phase.by_category.values())
+    if held_bytes > phase.peak_allocated_bytes:
+        raise Malformed(f"{key}: adds up to {held_bytes}, more than peak_allocated_bytes")
 
 
 def _refuse_verdict(key: str, judged: Estimate | Alternative, estimate: Estimate) -> None:

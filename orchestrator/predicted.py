@@ -37,7 +37,7 @@ class Comparison:
     """The two peaks, and who holds them; ``card`` is the one of the run that held the most.
 
     ``reason`` says why the measured categories are not the peak's, where they are not; ``is_cut_short``: the
-    run failed before it held what was predicted, so nothing can be said of the rest.
+    run ended, or was ended, before it held what was predicted, so nothing can be said of the rest.
     """
 
     card: str
@@ -79,8 +79,13 @@ def compare(estimate: Estimate, outcome: Outcome) -> Comparison | None:
         measured_reserved_bytes=peak.reserved_bytes,
         shares=_shares(estimate, None if held is None else held.by_category),
         reason="the run told no categories" if held is None else None if held.is_whole else _why(held),
-        is_cut_short=outcome.state is State.FAILED and peak.allocated_bytes < estimate.peak_allocated_bytes,
+        is_cut_short=outcome.state is not State.SUCCEEDED and _is_below(peak, estimate),
     )
+
+
+def _is_below(peak: Peak, estimate: Estimate) -> bool:
+    """Tells whether less was held than was predicted, by more than the prediction may be off."""
+    return peak.allocated_bytes < estimate.peak_allocated_bytes * (1 - estimate.error_share)
 
 
 def _held_at(outcome: Outcome, peak: Peak) -> Held | None:

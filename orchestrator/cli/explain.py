@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -135,6 +136,8 @@ def _of_message(
 ) -> Explained:
     given = None if params is None else _read_params(params)
     loaded = None if experiment is None else load_experiment(experiment, profile=profile)
+    if message == "-" and sys.stdin is None:
+        raise UsageError("standard input is closed: give the message's file, or pipe it to --message -")
     with ExitStack() as opened:
         try:
             file = opened.enter_context(click.open_file(message, encoding="utf-8", errors="backslashreplace"))

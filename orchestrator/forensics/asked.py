@@ -51,6 +51,15 @@ class AskedSize:
         """The sizes of a tensor that would be told so, rising, ends included, none touching another."""
         return _intervals(self.least_bytes, self.most_bytes)
 
+    @property
+    def asked_for(self) -> str | None:
+        """For which small requests torch asks for this very size; None where it tells of a tensor."""
+        if self.least_bytes <= _SMALL_SEGMENT <= self.most_bytes:
+            return "anything up to 1 MiB"
+        if self.least_bytes <= _LARGE_SEGMENT <= self.most_bytes:
+            return "anything from 1 to 10 MiB"
+        return None
+
     def admits(self, size_bytes: int) -> bool:
         """Returns whether a tensor of that size would be told so."""
         return any(least <= size_bytes <= most for least, most in self.intervals)

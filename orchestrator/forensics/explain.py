@@ -48,7 +48,8 @@ class Facts:
 
     ``ended_by`` is the message of the exception that ended the run, ``found`` are those in its output.
     ``naming`` is of the size that was asked for, ``first_naming`` of the first message where that is another
-    one; ``unnamed_why`` says why there is none, ``shapes_notes`` what the payload says of the parameters.
+    one; ``unnamed_why`` says why there is none, ``shapes_notes`` what the payload says of the parameters,
+    ``caution`` what is to be said of them before all else.
     ``allocator_bytes`` is what torch was held to. ``proc`` is the rank that it was, None where there is one
     process. ``went_on`` is how a run ended that went on after its messages.
     """
@@ -63,6 +64,7 @@ class Facts:
     first_naming: Naming | None = None
     unnamed_why: str | None = None
     shapes_notes: tuple[str, ...] = ()
+    caution: str | None = None
     outlook: Outlook | None = None
     went_on: str | None = None
 
@@ -141,7 +143,7 @@ def explain(facts: Facts) -> Explanation | None:
     cause = cause_of(message, balance, facts.around)
     naming = facts.naming
     return Explanation(
-        answer=_answer(cause, balance, naming, capture) + _after(facts),
+        answer=_before(facts) + _answer(cause, balance, naming, capture) + _after(facts),
         cause=cause,
         balance=balance,
         message=message,
@@ -177,10 +179,19 @@ def _answer(cause: Cause, balance: Balance, naming: Naming | None, capture: Capt
         return f"out of memory: {what}; {cause.sentence}"
     if balance.asked_bytes is not None and cause.name in _OF_ASKED:
         where = "" if capture is None else _for_what(capture) + _where(capture)
-        is_nothing = naming is not None and not naming.candidates
-        nothing = ", the size of nothing that these parameters make" if is_nothing else ""
-        return f"out of memory: {_asked_text(balance)} asked{where}{nothing}; {cause.sentence}"
+        return f"out of memory: {_asked_text(balance)} asked{where}{_of_nothing(naming)}; {cause.sentence}"
     return f"out of memory: {cause.sentence}" if cause.name not in _SELF_SPEAKING else cause.sentence
+
+
+def _before(facts: Facts) -> str:
+    return "" if facts.caution is None else f"{facts.caution}; "
+
+
+def _of_nothing(naming: Naming | None) -> str:
+    if naming is None or naming.candidates:
+        return ""
+    small = naming.asked.asked_for
+    return ", the size of nothing that these parameters make" if small is None else f", for {small}"
 
 
 def _after(facts: Facts) -> str:
@@ -274,7 +285,7 @@ def _tensor(naming: Naming | None, capture: Capture | None, unnamed_why: str | N
         return
     if not naming.candidates:
         yield naming.summary
-        yield from naming.ruled_out
+        yield from () if naming.asked.asked_for is not None else naming.ruled_out
         return
     best, *others = naming.candidates
     also = f", also of {', '.join(best.also[:3])}" if best.also else ""

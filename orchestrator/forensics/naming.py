@@ -106,6 +106,11 @@ class Naming:
     @property
     def summary(self) -> str:
         """One line that answers, or says that nothing does."""
+        if not self.candidates and self.asked.asked_for is not None:
+            return (
+                f"{self.asked.text} is what torch asks for at once for {self.asked.asked_for}: it was "
+                "something small, and the size does not tell what"
+            )
         if not self.candidates:
             return f"{self.asked.text} is the size of no tensor that the payload declares"
         best = self.candidates[0]

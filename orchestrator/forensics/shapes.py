@@ -98,13 +98,19 @@ class TensorShape:
 class ShapeSet:
     """The tensors of one configuration; ``label`` names whose it is: a run's id, a file.
 
-    ``notes`` are what the payload says of all of it, such as parameters that it does not know.
+    ``notes`` are what the payload says of all of it, ``unknown`` the parameters that it does not know.
     """
 
     label: str
     tensors: tuple[TensorShape, ...]
     params: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     notes: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether parameters are given and none is the payload's: what it makes by default is not theirs."""
+        return bool(self.params) and self.params.keys() <= set(self.unknown)
 
 
 def read_shape_sets(
@@ -134,6 +140,9 @@ def read_shape_set(values: object, *, label: str, params: Mapping[str, Any]) -> 
         tensors=tuple(_tensor(entry, f"tensors[{index}]") for index, entry in enumerate(tensors)),
         params=MappingProxyType(dict(params)),
         notes=_notes(given, "notes"),
+        unknown=tuple(
+            name for name in params if name in _list(given.get("unknown", []), "unknown", most=MOST_TENSORS)
+        ),
     )
 
 

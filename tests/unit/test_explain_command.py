@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +20,8 @@ from orchestrator.cli.explain import explain
 from orchestrator.cli.explaining import explain_shortly
 from orchestrator.cli.terminal import Screen
 from orchestrator.errors import ConfigError, OrchError, UsageError
+
+DRAFTER = Path(__file__).parents[2] / "payloads" / "dflash"
 
 
 @pytest.fixture
@@ -68,6 +74,36 @@ def test_a_message_of_a_project_without_shapes_asks_for_its_experiment(inventory
     assert "none here does: name its experiment with --experiment" in done.output
 
 
+@pytest.fixture
+def drafter(inventory: Path) -> Path:
+    folder = inventory.parent / "payloads" / "dflash"
+    shutil.copytree(DRAFTER, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+def test_without_parameters_nothing_is_said_that_nobody_checked(inventory: Path, drafter: Path) -> None:
+    words = ["--message", "-", "--no-estimate"]
+    done = explained(inventory, *words, text="CUDA out of memory. Tried to allocate 15.09 GiB.")
+    assert done.output.startswith("out of memory: 15.09 GiB asked; ")
+    assert "no parameters are known: give --params FILE or --experiment FILE" in done.output
+    assert "the size of no" not in done.output
+
+
+def test_parameters_that_no_program_has_name_nothing(inventory: Path, drafter: Path, tmp_path: Path) -> None:
+    path = tmp_path / "params.json"
+    path.write_text('{"learning_rate": 1e-4, "epochs": 3}')
+    words = ["--message", "-", "--params", str(path)]
+    done = explained(inventory, *words, text="CUDA out of memory. Tried to allocate 2.37 GiB.")
+    says = "none of these parameters is one of the payload's (epochs, learning_rate), so nothing is named; "
+    assert done.output.startswith(f"{says}out of memory: 2.37 GiB asked; ")
+    assert "lm_head" not in done.output
+    path.write_text('{"epochs": 3, "max_anchors": 512}')
+    done = explained(
+        inventory, *words, "--no-estimate", text="CUDA out of memory. Tried to allocate 2.37 GiB."
+    )
+    assert "lm_head" in done.output, "one that it knows is enough"
+
+
 def test_a_text_without_a_message_says_so(inventory: Path) -> None:
     done = explained(inventory, "--message", "-", text="all went well")
     assert done.output == "the text holds nothing that says that memory was out\n"
@@ -78,6 +114,24 @@ def test_bytes_that_are_no_text_are_no_hindrance(inventory: Path) -> None:
     done = explained(inventory, "--message", "-", "--json", text=text)
     assert done.exception is None
     assert json.loads(done.output)["balance"]["asked_bytes"] == 2 * 2**30
+
+
+def test_a_standard_input_that_is_closed_is_said(inventory: Path) -> None:
+    code = (
+        "import sys\nfrom orchestrator.cli.main import main\n"
+        f"sys.argv[1:] = ['explain', '--inventory', {str(inventory)!r}, '--message', '-']\nsys.exit(main())"
+    )
+    argv = ["sh", "-c", 'exec "$0" -c "$1" <&-', sys.executable, code]
+    done = subprocess.run(
+        argv,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "ORCH_HOME": str(inventory.parent)},
+    )
+    assert done.returncode == 2, done.stderr
+    assert "standard input is closed: give the message's file" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_what_cannot_be_explained_keeps_nobody_from_the_summary(

@@ -438,6 +438,37 @@ def test_a_verdict_agrees_with_peak_and_capacity(verdict: str, capacity: int, is
     assert (estimate_of({**answer, "alternatives": [way]}) is not None) == is_believed
 
 
+@pytest.mark.parametrize(
+    ("changes", "of_phase", "says"),
+    [
+        ({}, {}, None),
+        (
+            {"peak_allocated_bytes": 2**40},
+            {},
+            "peak_allocated_bytes: is 1099511627776, but the largest phase has",
+        ),
+        ({"peak_reserved_bytes": 1}, {}, "peak_reserved_bytes: is 1, but the largest phase has"),
+        (
+            {},
+            {"by_category": {"scores": 2**40, "logits": 1}},
+            "phases.0.by_category: adds up to 1099511627777",
+        ),
+        ({}, {"by_category": dict.fromkeys(map(str, range(5000)), 0)}, "has 5000 categories; at most 64"),
+        ({}, {"by_category": {"x" * 81: 0}}, "a name of more than 80 characters"),
+    ],
+)
+def test_an_answer_that_contradicts_itself_is_refused(
+    changes: dict[str, Any], of_phase: dict[str, Any], says: str | None
+) -> None:
+    answer = {**json.loads(_answer()), **changes}
+    answer["phases"][0].update(of_phase)
+    if says is None:
+        assert estimate_of(answer) is not None
+        return
+    with pytest.raises(Malformed, match=says):
+        read_estimate(json.dumps(answer).encode())
+
+
 @pytest.mark.parametrize("name", ["seconds", "error_share"])
 def test_a_number_that_is_none_is_no_estimates(name: str) -> None:
     assert estimate_of({**json.loads(_answer()), name: float("nan")}) is None

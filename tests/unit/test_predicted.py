@@ -14,6 +14,7 @@ from orchestrator.predicted import compare
 from orchestrator.predicting import Prediction
 
 GIB = 2**30
+CUT_SHORT = "12.00 GiB allocated predicted; the run ended at 5.00 GiB allocated on cuda:0"
 
 
 def _estimate(**changes: Any) -> Estimate:
@@ -85,23 +86,28 @@ def test_the_largest_peaks_are_compared_and_what_is_between_them_is_unexplained(
 
 
 @pytest.mark.parametrize(
-    ("code", "allocated", "line"),
+    ("end", "allocated", "line"),
     [
-        (1, 5 * GIB, "12.00 GiB allocated predicted; the run failed at 5.00 GiB allocated on cuda:0"),
-        (1, 13 * GIB, "13.00 GiB allocated on cuda:0: +1.00 GiB unexplained (+7.7%)"),
-        (0, 5 * GIB, "5.00 GiB allocated on cuda:0: -7.00 GiB unexplained (-140.0%)"),
+        ({"exit_code": 1}, 5 * GIB, CUT_SHORT),
+        ({"end": "cancelled"}, 5 * GIB, CUT_SHORT),
+        ({"end": "timeout"}, 5 * GIB, CUT_SHORT),
+        ({"signal": 9}, 5 * GIB, CUT_SHORT),
+        ({"exit_code": 1}, 13 * GIB, "13.00 GiB allocated on cuda:0: +1.00 GiB unexplained (+7.7%)"),
+        ({"exit_code": 1}, 12 * GIB - 2**20, "12.00 GiB allocated on cuda:0: -1.0 MiB unexplained (-0.0%)"),
+        ({"exit_code": 0}, 5 * GIB, "5.00 GiB allocated on cuda:0: -7.00 GiB unexplained (-140.0%)"),
     ],
 )
-def test_nothing_is_unexplained_of_a_run_that_failed_before_its_peak(
-    code: int, allocated: int, line: str
+def test_nothing_is_unexplained_of_a_run_that_ended_before_its_peak(
+    end: dict[str, Any], allocated: int, line: str
 ) -> None:
-    outcome = replace(_outcome(allocated=allocated), end="exited", exit_code=code, is_end_sealed=True)
+    ended: dict[str, Any] = {"end": "exited", "is_end_sealed": True, **end}
+    outcome = replace(_outcome(allocated=allocated), **ended)
     found = compare(_estimate(), outcome)
     assert found is not None
     assert comparison_line(Prediction(estimate=_estimate(), card=None), found).endswith(line)
     last = [list(column.cells)[-1] for column in comparison_table(found).columns]
-    assert (str(last[3]) == "-") == ("failed" in line)
-    assert (found.as_json()["unexplained_bytes"] is None) == ("failed" in line)
+    assert (str(last[3]) == "-") == (line == CUT_SHORT)
+    assert (found.as_json()["unexplained_bytes"] is None) == (line == CUT_SHORT)
 
 
 def test_a_run_that_told_no_categories_still_has_its_peak() -> None:

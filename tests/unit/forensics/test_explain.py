@@ -298,6 +298,20 @@ class TestTheTensor:
         assert found.answer.startswith(f"out of memory: {nothing}")
         assert found.tensor[0] == "7.77 GiB is the size of no tensor that the payload declares"
 
+    @pytest.mark.parametrize(
+        ("asked", "small"), [("2.00 MiB", "anything up to 1 MiB"), ("20.00 MiB", "anything from 1 to 10 MiB")]
+    )
+    def test_a_size_that_torch_asks_for_whatever_is_small_tells_nothing(self, asked: str, small: str) -> None:
+        found = named(message(asked, "0.00 GiB"), scores("run 1", 8192))
+        assert found.answer.startswith(f"out of memory: {asked} asked, for {small}; ")
+        says = f"{asked} is what torch asks for at once for {small}: it was something small"
+        assert found.tensor[0].startswith(says)
+        assert len(found.tensor) == 1, "what is nearest in size says nothing either"
+
+    def test_what_is_to_be_said_first_is(self) -> None:
+        found = explained(message("7.77 GiB", "1.00 GiB"), caution="these are another's")
+        assert found.answer.startswith("these are another's; out of memory: 7.77 GiB asked; ")
+
     def test_without_shapes_the_missing_program_is_named(self) -> None:
         why = "the payload ships no dflash/shapes.py, which would name the tensor"
         found = explained(message("7.77 GiB", "1.00 GiB"), unnamed_why=why)

@@ -60,6 +60,16 @@ def test_what_is_said_of_all_tensors_is_kept() -> None:
         read_shape_set({"tensors": [], "notes": ["x"] * 9}, label="run", params={})
 
 
+@pytest.mark.parametrize(
+    ("params", "is_foreign"), [({"x": 1, "y": 2}, True), ({"x": 1, "max_anchors": 2}, False), ({}, False)]
+)
+def test_parameters_none_of_which_is_the_payload_s_are_foreign(
+    params: dict[str, int], is_foreign: bool
+) -> None:
+    answer = {"tensors": [], "unknown": ["x", "y", 3, ["z"]]}
+    assert read_shape_set(answer, label="file", params=params).is_foreign == is_foreign
+
+
 def test_what_may_be_left_out_may_be_left_out() -> None:
     dims = [{"name": "rows", "expression": "rows", "value": 400}]
     scores = read({**tensor(dims=dims, remedy=None), "notes": [], "more": "is ignored"})
