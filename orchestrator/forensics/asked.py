@@ -36,6 +36,11 @@ _SPELT = re.compile(r"\s*(\d{1,18})(?:\.(\d{1,12}))?\s*(bytes|B|KiB|MiB|GiB|TiB)
 MOST_ASKED_BYTES = 2**44  # more than any card has is nobody's word for a size
 # Tensors lie between these: what a size that is met by chance is measured against.
 _LEAST_EXPECTED, _MOST_EXPECTED = 512, 128 * GIB
+# A power of two MiB, or a small multiple of one.
+_ROUND = sorted(
+    {times * MIB << power for times in (1, 3, 5, 7) for power in range(18) if times << power <= 2**17}
+)
+_ROUND_SHARE = 0.25
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +77,14 @@ class AskedSize:
             first, last = max(least - 1, _LEAST_EXPECTED), min(most, _MOST_EXPECTED)
             width += math.log(last / first) if first < last else 0.0
         return width / math.log(_MOST_EXPECTED / _LEAST_EXPECTED)
+
+    @property
+    def round_chance(self) -> float:
+        """What is to be added for a round number of MiB: buffers are made so, and so are tensors all of whose
+        dimensions are round.
+        """
+        is_round = any(self.least_bytes <= size_bytes <= self.most_bytes for size_bytes in _ROUND)
+        return _ROUND_SHARE / len(_ROUND) if is_round else 0.0
 
 
 def asked_from_text(text: str) -> AskedSize:

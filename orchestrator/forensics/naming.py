@@ -7,7 +7,8 @@ runs, in each of the ways of `fits`. What fits gets a confidence, never a bare g
 the payload declares nothing of the kind. Before anything is compared this run's configuration has nine
 tenths, the others share the rest, and within a configuration each tensor weighs the same, an entry as often
 as it counts; what fits keeps the share that `fits` says. Against them stands chance: a size of which nothing
-is known falls into a printed size as often as that is wide (`AskedSize.chance`). So two tensors of one size
+is known falls into a printed size as often as that is wide (`AskedSize.chance`), and into a round one more
+often (`AskedSize.round_chance`). So two tensors of one size
 get half each, `20.00 MiB`, which anything from 1 to 10 MiB prints, gives nobody much, and a size that this
 run's parameters name to the megabyte is nearly certain. It is only as good as the payload's list is whole.
 """
@@ -126,11 +127,13 @@ def name_tensor(asked: AskedSize, *, own: ShapeSet | None, others: Sequence[Shap
     answers = _answers(hypotheses, not_made_share=NOT_MADE_SHARE)
     if not any(answer.weight >= against_chance for answer in answers if answer.is_made):
         answers = _answers(hypotheses, not_made_share=NOT_MADE_ALONE_SHARE)
-    total = chance + sum(answer.weight for answer in answers)
+    fitting = sum(answer.weight for answer in answers)
+    least = max(LEAST_CONFIDENCE * (chance + fitting), against_chance)  # that a size is round hides nothing
+    chance += (1 - DECLARED_SHARE) * asked.round_chance
+    total = chance + fitting
     if not total:  # a size that no tensor has, not even by chance
         ruled_out = () if own is None else tuple(nearest(asked, own))
         return Naming(asked=asked, candidates=(), not_this_run=False, unknown=1.0, ruled_out=ruled_out)
-    least = max(LEAST_CONFIDENCE * total, against_chance)
     listed = [answer for answer in answers if answer.weight >= least][:MOST_CANDIDATES]
     listed += [answer for answer in answers if answer not in listed and _is_also_own(answer, listed)]
     in_others = sum(answer.weight for answer in listed if answer.is_made and not answer.best.is_own) / total

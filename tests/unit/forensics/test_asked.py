@@ -86,3 +86,22 @@ def test_a_wide_size_is_met_by_chance_more_often_than_a_narrow_one() -> None:
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="is no size as torch prints it"):
         asked_from_text(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_round"),
+    [
+        ("256.00 MiB", True),
+        ("640.00 MiB", True),
+        ("8.00 GiB", True),
+        ("96.00 GiB", True),
+        ("22.31 GiB", False),
+        ("15.09 GiB", False),
+        ("1.56 GiB", False),
+        ("300.00 GiB", False),
+    ],
+)
+def test_a_round_size_is_met_more_often_by_chance(text: str, is_round: bool) -> None:
+    asked = asked_from_text(text)
+    assert (asked.round_chance > asked.chance) == is_round
+    assert is_round or asked.round_chance == 0

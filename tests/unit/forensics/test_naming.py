@@ -349,6 +349,18 @@ def test_solving_finds_the_length_that_was_asked_for(
         assert solved.quantities[0] <= tokens <= solved.quantities[1]
 
 
+def test_a_round_size_fits_more_often_by_chance() -> None:
+    params = {"max_anchors": 1024, "block_size": 32, "seq_len": 8000, "attention": "flex"}
+    naming = named("256.00 MiB", params)
+    best = first(naming)
+    assert best.fit.shape == (32768, 32, 128)
+    assert 0.5 < best.confidence < 0.9
+    assert best.doubt == "probably "
+    assert named("8.00 GiB", {"max_anchors": 512, "attention": "sdpa_math"}).candidates, (
+        "and is named all the same"
+    )
+
+
 def test_confidences_and_the_unknown_are_one_in_all() -> None:
     for text, params, *_ in KNOWN:
         naming = named(text, params)
