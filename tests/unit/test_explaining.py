@@ -286,7 +286,7 @@ class TestWhatRecordsTell:
         proc = event.pop("proc", "rank0")
         flat = {"device": 0, "asked_bytes": 2 * GIB, "free_bytes": GIB, "allocated_bytes": 83 * GIB}
         records: list[tuple[str, dict[str, Any]]] = [("event", {"proc": proc, "event": event})]
-        if proc != "rank0" or event["device"] != 0:
+        if event["device"] != 0:
             records.insert(0, ("oom", {"proc": "rank0", **flat}))
         end = {"proc": "rank0"}
         a_failed_run(workspace, "r", [*records, raised(small, "rank0")], end=end, processes=2)
