@@ -1,0 +1,1 @@
+"""The frozen large model that a drafter drafts for: loaded, its states captured, its numbers copied."""
