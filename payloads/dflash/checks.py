@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from dflash.config import SLIDING, DrafterConfig
+from dflash.values import require_choice
 
 if TYPE_CHECKING:  # parameters are checked before torch is loaded
     from torch import Tensor
 
 
 LEAST_GAMMA = 1e-6  # below, a float32 weight is 0/0
+LOSS_WEIGHTS = ("decay", "d-pace")
 
 
 def checked_layer_ids(ids: Sequence[int], num_target_layers: int) -> tuple[int, ...]:
@@ -106,3 +108,15 @@ def check_objective(kl_weight: float, gamma: float) -> None:
         raise ValueError(f"kl_weight is {kl_weight}; it must be between 0 and 1")
     if not gamma >= LEAST_GAMMA:
         raise ValueError(f"gamma is {gamma}; it must be at least {LEAST_GAMMA}")
+
+
+def check_loss_weights(loss_weights: str, alpha: float, *, kl_weight: float) -> None:
+    """Refuse weights that are unknown, or d-pace where the losses do not tell the labels' probabilities."""
+    require_choice("loss_weights", loss_weights, LOSS_WEIGHTS)
+    if not 0.0 < alpha <= 1.0:
+        raise ValueError(f"alpha is {alpha}; it must be above 0 and at most 1")
+    if loss_weights == "d-pace" and kl_weight > 0:
+        raise ValueError(
+            f"loss_weights d-pace weighs the cross-entropy alone, and kl_weight is {kl_weight}; "
+            "set kl_weight to 0 or use_soft_labels to False"
+        )

@@ -17,6 +17,7 @@ from dflash.attention import prepare_attention
 from dflash.attention.interface import KeyLayout
 from dflash.blocks import Blocks, lay_out
 from dflash.checks import (
+    check_loss_weights,
     check_objective,
     check_shape,
     check_states,
@@ -31,6 +32,7 @@ from dflash.execution import Execution, choose_execution
 from dflash.gathering import select_rows
 from dflash.layers import Context, DrafterLayer
 from dflash.loss import RowScores, Teacher, score_rows
+from dflash.loss_weights import slot_weights
 from dflash.metrics import Metrics, summarize
 from dflash.projections import Plan
 from dflash.rope import RopeTable, rope_table
@@ -121,16 +123,21 @@ class DFlashDrafter(nn.Module):
         use_soft_labels: bool = True,
         kl_weight: float = 0.15,
         gamma: float = 10.0,
+        loss_weights: str = "decay",
+        alpha: float = 0.5,
         anchors: Tensor | None = None,
         seed: int | None = None,
+        by_slot: bool = False,
     ) -> tuple[Tensor, Metrics]:
         """Return the weighted mean loss over the row's valid slots, and the metrics of `dflash.metrics`.
 
         The loss is Σ w·l / Σ w with w = exp(−(k − 1)/gamma) for slot k and l = (1 − kl_weight)·CE +
-        kl_weight·KL, or CE alone without soft labels; float32 at least. For one denominator over several rows
-        multiply it by `metrics["weight_sum"]` and divide the gradients by the sum of those. A row without a
-        valid slot has loss 0 and zero gradients, and counts in `metrics["rows_without_loss"]`. Every
-        product has its weights' type, under autocast too; there are no second derivatives.
+        kl_weight·KL, or CE alone without soft labels; float32 at least. `dflash.loss_weights` has the other
+        weights, whose denominator is another. For one denominator over several rows multiply the loss by
+        `metrics["weight_sum"]`, which is what it was divided by, and divide the gradients by the sum of
+        those. A row without a valid slot has loss 0 and zero gradients, and counts in
+        `metrics["rows_without_loss"]`. Every product has its weights' type, under autocast too; there are no
+        second derivatives.
 
         Args:
             all_hidden_states: `[1, S, F]`, the target layers' states, joined in `target_layer_ids`' order.
@@ -143,14 +150,18 @@ class DFlashDrafter(nn.Module):
             position_ids: `[1, S]` integers, taken as they are. None: counted from 0 within each document.
             use_soft_labels: whether the teacher is asked at all.
             kl_weight: the teacher's share of the loss, 0 to 1.
-            gamma: slots over which the weight falls by a factor of e.
+            gamma: slots over which the weight falls by a factor of e, with "decay".
+            loss_weights: "decay" or "d-pace"; the latter weighs the cross-entropy alone.
+            alpha: what of its confidence d-pace takes for granted, above 0 to 1.
             anchors: row indices that start the blocks, in any order. None: drawn.
             seed: decides the drawing. None: torch's global generator does.
+            by_slot: whether the metrics say for each slot how many blocks are right up to it.
 
         Raises:
             ValueError: shapes, documents, anchors or loss weights do not fit; the message names both numbers.
         """
         check_objective(kl_weight, gamma)
+        check_loss_weights(loss_weights, alpha, kl_weight=kl_weight if use_soft_labels else 0.0)
         teacher_states = _required(verifier_last_hidden) if use_soft_labels else None
         check_states(
             all_hidden_states,
@@ -176,10 +187,13 @@ class DFlashDrafter(nn.Module):
             )
         labels_R = row.tokens_S[to_device(blocks.labels_R, row.tokens_S.device)]
         scores = self._score(row, context_SH, blocks, labels_R, teacher)
-        weights_R = _slot_weights(blocks, gamma, scores.losses_R)
-        loss_sum, weight_sum = (weights_R * scores.losses_R).sum(), weights_R.sum()
+        weights_R, weight_sum = slot_weights(
+            blocks, scores.losses_R.detach(), loss_weights=loss_weights, gamma=gamma, alpha=alpha
+        )
+        loss_sum = (weights_R * scores.losses_R).sum()
         loss = loss_sum / weight_sum if blocks.has_loss else self._zero_loss(loss_sum, row)
-        return loss, summarize(blocks, scores, labels_R, loss_sum=loss_sum, weight_sum=weight_sum)
+        sums = {"loss_sum": loss_sum.detach(), "weight_sum": weight_sum}
+        return loss, sums | summarize(blocks, scores, labels_R, by_slot=by_slot)
 
     def _blocks(self, row: Row, anchors: Tensor | None, seed: int | None) -> Blocks:
         if anchors is None:
@@ -261,8 +275,3 @@ def _required(verifier_last_hidden: Tensor | None) -> Tensor:
             "verifier_last_hidden is missing; soft labels need it, use_soft_labels=False does not"
         )
     return verifier_last_hidden
-
-
-def _slot_weights(blocks: Blocks, gamma: float, losses_R: Tensor) -> Tensor:
-    numbers_R = to_device(blocks.slot_numbers_R(), losses_R.device).to(losses_R.dtype)
-    return torch.exp(-(numbers_R - 1) / gamma)

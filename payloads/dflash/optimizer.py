@@ -9,7 +9,7 @@ copy of its gradient.
 Learning-rate schedules, accumulation and what is summed over ranks are others' business.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,25 +56,41 @@ class MasterAdamW(torch.optim.Optimizer):
             self.state[parameter] = _initial_state(parameter)
 
     @torch.no_grad()
-    def step(self, max_norm: float) -> Tensor:  # type: ignore[override]  # no closure: a step is one step
+    def step(  # type: ignore[override]  # no closure: a step is one step
+        self,
+        max_norm: float,
+        *,
+        gradients: Mapping[nn.Parameter, Tensor] | None = None,
+        divisor: Tensor | None = None,
+    ) -> Tensor:
         """Step all parameters that have a gradient; return the gradients' norm before they were clipped.
 
-        The host does not wait: the norm stays on the device. When it is not finite, nothing changes, neither
-        weights nor state. Gradients of parameters without a master are scaled in place.
+        `gradients` are taken instead of the parameters' own, in any type; `divisor`, a scalar on the device,
+        is what all of them are still to be divided by, before norm and clipping.
+
+        The host does not wait: the norm stays on the device. When it is not finite, as with a divisor of 0,
+        nothing changes, neither weights nor state. Gradients of parameters without a master are scaled in
+        place.
 
         Raises:
             ValueError: `max_norm` is not greater than 0; infinity does not clip.
         """
         if not max_norm > 0:
             raise ValueError(f"max_norm is {max_norm}; it must be greater than 0")
-        norm = self._norm()
+        taken = self._own_gradients() if gradients is None else gradients
+        norm = _norm([taken[parameter] for parameter in self._parameters() if parameter in taken])
+        if divisor is not None:
+            norm = norm / divisor
         # The kernel divides gradients by the one and leaves everything as it is when the other is 1.
-        shrinkage = ((norm + NORM_FLOOR) / max_norm).clamp(min=1.0).float()
+        shrinkage = ((norm + NORM_FLOOR) / max_norm).clamp(min=1.0)
+        shrinkage = (shrinkage if divisor is None else shrinkage * divisor).float()
         is_skipped = torch.isfinite(norm).logical_not_().float()
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    _step_one(parameter, self.state[parameter], group, shrinkage, is_skipped)
+                if parameter in taken:
+                    _step_one(
+                        parameter, taken[parameter], self.state[parameter], group, shrinkage, is_skipped
+                    )
         return norm
 
     @torch.no_grad()
@@ -108,16 +124,17 @@ class MasterAdamW(torch.optim.Optimizer):
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
-    def _norm(self) -> Tensor:
-        """Return the norm over all gradients, summed in a fixed order, float32 at least."""
-        gradients = [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
-        if not gradients:
-            raise ValueError("no parameter has a gradient; call backward before step")
-        norms = [
-            torch.linalg.vector_norm(gradient, dtype=_exact_type(gradient.dtype)) for gradient in gradients
-        ]
-        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-        return norm
+    def _own_gradients(self) -> dict[nn.Parameter, Tensor]:
+        return {parameter: parameter.grad for parameter in self._parameters() if parameter.grad is not None}
+
+
+def _norm(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the norm over all gradients, summed in a fixed order, float32 at least."""
+    if not gradients:
+        raise ValueError("no parameter has a gradient; call backward before step")
+    norms = [torch.linalg.vector_norm(gradient, dtype=_exact_type(gradient.dtype)) for gradient in gradients]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return norm
 
 
 def _exact_type(dtype: torch.dtype) -> torch.dtype:
@@ -139,17 +156,17 @@ def _initial_state(parameter: nn.Parameter) -> dict[str, Tensor]:
 
 def _step_one(
     parameter: nn.Parameter,
+    gradient: Tensor,
     state: dict[str, Tensor],
     group: dict[str, Any],
     shrinkage: Tensor,
     is_skipped: Tensor,
 ) -> None:
-    assert parameter.grad is not None
     weights = state.get("master", parameter)
     beta1, beta2 = group["betas"]
     adamw(
         [weights],
-        [parameter.grad.to(weights.dtype)],
+        [gradient.to(weights.dtype)],
         [state["exp_avg"]],
         [state["exp_avg_sq"]],
         [],

@@ -26,7 +26,7 @@ def build(cls: type[T], values: Mapping[str, object], *, what: str) -> T:
     for name in values:
         if name not in known:
             raise ValueError(unknown(what, name, known))
-    return cls(**{name: _typed(name, value, hints[name]) for name, value in values.items()})
+    return cls(**{name: typed(name, value, hints[name]) for name, value in values.items()})
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> str:
@@ -51,11 +51,33 @@ def require_choice(name: str, value: str, choices: Iterable[str]) -> None:
         raise ValueError(unknown(name, value, choices))
 
 
-def _typed(name: str, value: object, hint: Any) -> Any:
+def typed(name: str, value: object, hint: Any) -> Any:
+    """Return the value as that type, lists as tuples and integers as floats where those are asked for.
+
+    Raises:
+        ValueError: it is another type's; the message begins with `name`.
+    """
     try:
         return _converted(value, hint)
     except TypeError:
-        raise ValueError(f"{name} is {value!r}; it must be {_spelled(hint)}") from None
+        raise ValueError(f"{name} is {value!r}; it must be {spelled(hint)}") from None
+
+
+def spelled(hint: Any) -> str:
+    """Return a field's type in words."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return " or ".join(spelled(option) for option in arguments)
+    if origin is tuple:
+        return f"a list of {spelled(arguments[0])}"
+    names = {
+        int: "an integer",
+        float: "a finite number",
+        str: "a string",
+        bool: "true or false",
+        types.NoneType: "null",
+    }
+    return names[hint]
 
 
 def _converted(value: Any, hint: Any) -> Any:
@@ -71,19 +93,3 @@ def _converted(value: Any, hint: Any) -> Any:
     if hint in (int, str, bool) and type(value) is hint:
         return value
     raise TypeError
-
-
-def _spelled(hint: Any) -> str:
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):
-        return " or ".join(_spelled(option) for option in arguments)
-    if origin is tuple:
-        return f"a list of {_spelled(arguments[0])}"
-    names = {
-        int: "an integer",
-        float: "a finite number",
-        str: "a string",
-        bool: "true or false",
-        types.NoneType: "null",
-    }
-    return names[hint]

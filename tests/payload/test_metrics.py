@@ -44,6 +44,15 @@ def test_streak_is_the_matching_prefix_without_given_token_or_bonus() -> None:
     assert some(metrics, streak_sum=2 + 0 + 4, blocks=3, avg_streak=2.0)
 
 
+def test_by_slot_counts_the_blocks_that_are_right_up_to_each() -> None:
+    bench = planted(THREE, labels=("1101", "0111", "1111"), teachers=("1000", "1100", "0111"))
+    with torch.no_grad():
+        metrics = bench.run(by_slot=True)[1]
+    assert metrics["accepted_blocks"].tolist() == [2, 2, 1, 1]
+    assert metrics["teacher_accepted_blocks"].tolist() == [2, 1, 0, 0]
+    assert int(metrics["accepted_blocks"].sum()) == int(metrics["streak_sum"])
+
+
 def test_nothing_right_counts_nothing() -> None:
     metrics = counted(planted(THREE, labels=("0000",) * 3, teachers=("0000",) * 3))
     assert some(metrics, correct_slots=0, accuracy=0, streak_sum=0, avg_streak=0, teacher_streak_sum=0)

@@ -57,6 +57,38 @@ def test_steps_equal_those_of_float32_training_with_clipping(dtype: torch.dtype,
         assert torch.equal(parameter, weights.to(dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("max_norm", [0.5, math.inf])
+def test_gradients_beside_the_parameters_with_their_divisor_step_as_divided_ones(
+    dtype: torch.dtype, max_norm: float
+) -> None:
+    own, plain = parameters(dtype), parameters(dtype)
+    optimizer, expected = (MasterAdamW(trained, lr=LR, weight_decay=0.1) for trained in (own, plain))
+    for number in range(STEPS):
+        give_gradients(plain, number)
+        sums = {
+            mine: 4 * theirs.grad.float()
+            for mine, theirs in zip(own, plain, strict=True)
+            if theirs.grad is not None
+        }
+        norm = optimizer.step(max_norm, gradients=sums, divisor=torch.tensor(4.0, dtype=torch.float64))
+        torch.testing.assert_close(norm.float(), expected.step(max_norm), rtol=1e-6, atol=0)
+    for mine, theirs in zip(weights_of(optimizer, own), weights_of(expected, plain), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
+    assert all(parameter.grad is None for parameter in own)
+
+
+def test_a_divisor_of_zero_changes_nothing() -> None:
+    trained = parameters(torch.float32)
+    optimizer = MasterAdamW(trained, lr=LR, weight_decay=0.1)
+    before = copy.deepcopy(optimizer.state_dict()), [parameter.detach().clone() for parameter in trained]
+    zeros = {parameter: torch.zeros_like(parameter) for parameter in trained}
+    assert math.isnan(optimizer.step(1.0, gradients=zeros, divisor=torch.tensor(0.0)))
+    assert all(torch.equal(now, then) for now, then in zip(trained, before[1], strict=True))
+    for now, then in zip(optimizer.state_dict()["state"].values(), before[0]["state"].values(), strict=True):
+        assert all(torch.equal(now[name], then[name]) for name in then)
+
+
 def test_norms_in_bfloat16_move_only_with_masters() -> None:
     def trained(optimizer_of: Any) -> Tensor:
         case = Case(layer_types=(SLIDING, FULL), attention="sdpa_chunked", dtype=torch.bfloat16)

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from dflash import flops
 from dflash.config import DrafterConfig
 from dflash.drafter import DFlashDrafter
 from dflash.packing import HOST
 from dflash.probes import anchors, backends, bench, dispatch
-from dflash.probes.work import anchor_sweep, flops, kernel_times, sdpa_dispatch, workload
+from dflash.probes.work import anchor_sweep, kernel_times, sdpa_dispatch, workload
 from dflash.probes.work.machine import Machine
 from dflash.probes.work.trials import Failure, explain, try_case
 from dflash.values import build

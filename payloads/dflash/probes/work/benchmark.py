@@ -9,9 +9,9 @@ import torch
 from dflash.attention import prepare_attention
 from dflash.drafter import DFlashDrafter
 from dflash.execution import ways_text
+from dflash.flops import count_flops, count_row
 from dflash.probes.work import kernel_times, tables, workload
 from dflash.probes.work.ceilings import Ceilings, measure_ceilings
-from dflash.probes.work.flops import count_flops, count_row
 from dflash.probes.work.machine import Machine
 from dflash.probes.work.trials import Failure, try_case
 from dflash.visibility import visibilities

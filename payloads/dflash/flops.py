@@ -16,16 +16,35 @@ Backward: twice each layer; attention 2.5 times, since scores are made again; `f
 needs no gradient; the frozen head once for the slots, whose states need one, and never for the teacher.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from dflash.blocks import Blocks
+from dflash.anchors import draw_anchors
+from dflash.blocks import Blocks, lay_out
+from dflash.cards import CARDS
 from dflash.config import DrafterConfig
-from dflash.packing import HOST
+from dflash.drafter import DFlashDrafter
+from dflash.packing import HOST, pack
 from dflash.visibility import Visibility, visibilities
 
 ATTENTION_BACKWARD = 2.5
+
+# Dense bfloat16 products with float32 sums, by NVIDIA's data sheets and architecture papers. A card is known
+# by its full name; another of the same architecture, an H100 PCIe say, has another peak.
+PEAK_FLOPS_PER_S = {
+    "a100-40gb": 312e12,
+    "a100-80gb": 312e12,
+    "b200": 2250e12,
+    "h100": 989e12,
+    "h200": 989e12,
+    "l40s": 362e12,
+    "rtx-4090": 165e12,
+    "rtx-5090": 209e12,
+    "rtx-6000-ada": 364e12,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +103,40 @@ def count_flops(config: DrafterConfig, counts: RowCounts, *, target_layers: int)
         forward=layers + attention + fc + head + teacher,
         backward=2 * layers + ATTENTION_BACKWARD * attention + fc + head,
     )
+
+
+def count_micro_batch(
+    drafter: DFlashDrafter,
+    *,
+    loss_mask_1S: Tensor,
+    lengths: Sequence[int] | None,
+    seed: int,
+) -> Flops:
+    """Return the operations of the drafter's forward and backward on a row, its anchors drawn by `seed`.
+
+    `loss_mask_1S` is on the host, where anchors and blocks are decided as in the forward. Padding counts as
+    context: the products run over it. A row without loss counts as no work.
+    """
+    loss_mask_S = loss_mask_1S[0] != 0
+    packing = pack(lengths, len(loss_mask_S))
+    anchors = draw_anchors(packing, loss_mask_S, max_anchors=drafter.max_anchors, seed=seed)
+    blocks = lay_out(packing, loss_mask_S, anchors, block_size=drafter.block_size)
+    if not blocks.has_loss:
+        return Flops(forward=0.0, backward=0.0)
+    counts = count_row(blocks, drafter.config, context_tokens=packing.row_length)
+    return count_flops(drafter.config, counts, target_layers=len(drafter.target_layer_ids))
+
+
+def peak_flops_per_s(device: torch.device) -> float | None:
+    """Return what the card's data sheet says of bfloat16 products, None for a CPU or an unknown card."""
+    if device.type != "cuda":
+        return None
+    return peak_of_card(torch.cuda.get_device_name(device))
+
+
+def peak_of_card(name: str) -> float | None:
+    """Return the peak of the card that torch calls so, None where it is not known."""
+    return next((PEAK_FLOPS_PER_S.get(card.key) for card in CARDS.values() if card.name == name), None)
 
 
 def _visible_keys(visibility: Visibility) -> int:
