@@ -225,7 +225,7 @@ def test_a_refused_key_is_named_with_the_next_step(sshd: Sshd, tmp_path: Path) -
 
 def test_an_encrypted_key_without_an_agent_is_never_asked_about(sshd: Sshd, tmp_path: Path) -> None:
     key = tmp_path / "locked key"
-    generate_key(key, passphrase="secret")  # noqa: S106
+    generate_key(key, passphrase="secret")
     with pytest.raises(AuthenticationFailed, match=f"{key} .is encrypted.*run: ssh-add '{key}'"):
         connect(sshd.inventory_host(identity=key))
 
