@@ -11,6 +11,7 @@ import torch
 from dflash.data import answering, generate
 from dflash.data.loading import LoadOptions, load_documents
 from dflash.data.options import parse_options
+from dflash.target.loading import load_target
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from tests.payload.chat_tokenizers import CHATML, THINKING, bytes_tokenizer, decoded
@@ -113,7 +114,7 @@ def test_answers_are_the_targets_own_greedy_ones_to_their_end(
     target: Path, prompts: Path, tmp_path: Path
 ) -> None:
     assert run(target, prompts, tmp_path / "out") == 0
-    plain = answering.load_target(str(target), device="cpu", dtype="float32").model
+    plain = load_target(str(target), device="cpu", dtype="float32").model
     ends = json.loads((target / "generation_config.json").read_text())["eos_token_id"]
     expected = {}
     for question in QUESTIONS:
@@ -324,7 +325,7 @@ def test_bad_prompt_is_fatal_when_strict(
     [
         (["--max-new-tokens", "60"], "sum to 140; the target has 128 positions"),
         (["--thinking", "true"], "no enable_thinking"),
-        (["--target", "/nowhere"], "there is no target at /nowhere"),
+        (["--target", "/nowhere"], "/nowhere is not there"),
         (["--prompts", "/nowhere.jsonl"], "no data at /nowhere.jsonl"),
     ],
 )

@@ -10,38 +10,15 @@ Shape letters: N prompts, L tokens of the longest, M of an answer.
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig
 
-MODELS: Any = AutoModelForCausalLM  # whose annotations do not say what they return
-GENERATION: Any = GenerationConfig
+from dflash.target.loading import LoadedTarget
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Target:
-    """A model and its tokenizer."""
-
-    model: Any
-    tokenizer: PreTrainedTokenizerBase
-
-
-def load_target(path: str, *, device: str, dtype: str) -> Target:
-    """Return the target of a folder or a GGUF file."""
-    place = Path(path)
-    if not place.exists():
-        raise ValueError(f"there is no target at {path}; give a folder or a .gguf file")
-    source = {"gguf_file": place.name} if place.suffix == ".gguf" else {}
-    where = place.parent if source else place
-    options: Any = {**source, "local_files_only": True}
-    weights = {} if source else {"use_safetensors": True}
-    loaded = MODELS.from_pretrained(where, dtype=getattr(torch, dtype), **weights, **options)
-    model = loaded.to(device).eval().requires_grad_(False)
-    return Target(model=model, tokenizer=AutoTokenizer.from_pretrained(where, **options))
+GENERATION: Any = GenerationConfig  # whose annotations do not say what it takes
 
 
 class Answerer:
@@ -50,7 +27,7 @@ class Answerer:
     The model keeps the answerer's generation settings.
     """
 
-    def __init__(self, target: Target, *, max_new_tokens: int, temperature: float) -> None:
+    def __init__(self, target: LoadedTarget, *, max_new_tokens: int, temperature: float) -> None:
         self._model = target.model
         self._ends = end_tokens(target)
         padding = target.tokenizer.pad_token_id
@@ -94,7 +71,7 @@ class Answerer:
         return tokens[: next(ends, len(tokens))]
 
 
-def end_tokens(target: Target) -> tuple[int, ...]:
+def end_tokens(target: LoadedTarget) -> tuple[int, ...]:
     """Return the ids that end an answer, by the model and by its tokenizer.
 
     Raises:
@@ -111,7 +88,7 @@ def end_tokens(target: Target) -> tuple[int, ...]:
     return tuple(sorted(ends))
 
 
-def fingerprint(target: Target) -> str:
+def fingerprint(target: LoadedTarget) -> str:
     """Return a hash by which another target, or another precision, is told from this one."""
     rows: Tensor = target.model.get_input_embeddings().weight[:16]
     content = rows.detach().float().cpu().numpy().tobytes() + str(rows.dtype).encode()

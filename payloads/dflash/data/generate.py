@@ -25,8 +25,8 @@ from dflash.events import emit_phase
 from dflash.values import require_choice, require_positive
 
 if TYPE_CHECKING:
-    from dflash.data.answering import Target
     from dflash.data.prompting import PromptReader
+    from dflash.target.loading import LoadedTarget
 
 PROGRAM = "dflash.data.generate"
 
@@ -78,13 +78,18 @@ def generate(params: GenerateParams, began: float) -> None:
 
     from dflash.data import answering, files, generating, prompting, shards  # noqa: PLC0415  they load torch
     from dflash.data.chat import Chat  # noqa: PLC0415
+    from dflash.target.loading import load_target  # noqa: PLC0415
 
     quieten: Any = logging.disable_progress_bar  # which has no annotations
     quieten()
 
     found = files.find_files(params.prompts)
     emit_phase("loading")
-    target = answering.load_target(params.target, device=params.device, dtype=params.dtype)
+    target = load_target(params.target, device=params.device, dtype=params.dtype)
+    if target.tokenizer is None:
+        raise ValueError(
+            f"{params.target} has no tokenizer, without which there are no prompts; add its files"
+        )
     _check_length(params, target)
     chat = Chat(target.tokenizer, thinking=params.thinking)
     folder = shards.ShardFolder(
@@ -118,7 +123,7 @@ def _settings(params: GenerateParams, rendering: str, fingerprint: str) -> dict[
     }
 
 
-def _check_length(params: GenerateParams, target: "Target") -> None:
+def _check_length(params: GenerateParams, target: "LoadedTarget") -> None:
     most = getattr(target.model.config.get_text_config(), "max_position_embeddings", None)
     asked = params.max_prompt_tokens + params.max_new_tokens
     if most is not None and asked > most:
