@@ -15,8 +15,13 @@ from typing import Any
 
 import yaml
 
+from tests.forked import run_forked
+
 ORCH = Path(sys.executable).with_name("orch")
 TIMEOUT_S = 60.0
+AT_START = ("PYTHON", "LANG", "LC_")  # variables that an interpreter reads when it starts
+
+_started: set[str] = set()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +72,19 @@ class Project:
         return subprocess.Popen([*program, *arguments], cwd=self.folder, env=env, **settings)
 
     def orch(self, *arguments: str | Path, **options: Any) -> Done:
-        """Runs ``orch`` to its end."""
+        """Runs ``orch`` to its end: the first of each command as a person starts it, all others forked."""
+        words, env = [*map(str, arguments)], options.get("env", {})
+        is_plain = options.keys() <= {"env"} and not any(name.startswith(AT_START) for name in env)
+        if is_plain and words and words[0] in _started:
+            whole = {**os.environ, **env}
+            code, out, err = run_forked(
+                [str(ORCH), *words], folder=self.folder, env=whole, timeout_s=TIMEOUT_S
+            )
+            return Done(code=code, out=out.decode(), err=err.decode())
+        _started.update(words[:1])
+        return self._orch_from_its_start(*words, **options)
+
+    def _orch_from_its_start(self, *arguments: str, **options: Any) -> Done:
         with self.start(*arguments, **options) as process:
             try:
                 out, err = process.communicate(timeout=TIMEOUT_S)
