@@ -1,11 +1,15 @@
 # Every target works in a fresh clone; paths stay relative, so the checkout's own path may hold spaces.
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test faults bench lint format clean supervisor-oldest supervisor-here
+.PHONY: help venv demo test suite supervisor-oldest ready computing programs faults bench lint format clean
 
 # These compute, in as many processes as there are processors. All others start real programs and wait for them
-# half of the time: two at once, and no more.
+# half of the time: one process more than there are processors keeps two busy.
 COMPUTING := tests/unit tests/payload
+NEEDED := openssh-server faketime lxc gcc iproute2
+
+# What is compiled once is there for every process that follows.
+unexport PYTHONDONTWRITEBYTECODE
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' Makefile
@@ -17,16 +21,22 @@ demo: venv  ## run the out-of-memory probe on this machine's CPU, to a printed v
 	.venv/bin/orch run experiments/oom_probe.yaml --host local --profile cpu
 
 test:  ## run the whole suite, the supervisor's tests on Python 3.8 too
-	@tools/setup.sh openssh-server faketime lxc gcc iproute2
-	.venv/bin/python -m pytest $(COMPUTING) --numprocesses auto --dist worksteal
-	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target supervisor-oldest supervisor-here
-	.venv/bin/python -m pytest $(addprefix --ignore ,$(COMPUTING) tests/supervisor) --numprocesses 2 --dist worksteal
+	@$(MAKE) --no-print-directory --jobs 2 suite
 
+suite: supervisor-oldest programs
+
+# It needs no .venv, and is done before all others are.
 supervisor-oldest:
 	@tools/supervisor-tests.sh
 
-supervisor-here:
-	.venv/bin/python -m pytest tests/supervisor
+ready: venv
+	@tools/setup.sh $(NEEDED)
+
+computing: ready
+	.venv/bin/python -m pytest $(COMPUTING) --numprocesses auto --dist worksteal
+
+programs: computing
+	.venv/bin/python -m pytest $(addprefix --ignore ,$(COMPUTING)) --numprocesses 3 --dist worksteal
 
 faults:  ## put in every fault there is, not a few of each kind (a quarter of an hour)
 	@tools/setup.sh openssh-server faketime

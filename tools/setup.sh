@@ -62,7 +62,8 @@ make_venv() {
     printf '%s\n' "$1" >.venv/made-from
 }
 
-# The build backend is installed first, so that constraints.txt holds for it as well.
+# The build backend is installed first, so that constraints.txt holds for it as well. What is imported is
+# compiled then: most files of torch and transformers never are.
 install_project() {
     echo "installing the project and what constraints.txt pins"
     pip_install hatchling editables
@@ -71,7 +72,8 @@ install_project() {
 }
 
 pip_install() {
-    .venv/bin/python -m pip install --quiet --no-input --disable-pip-version-check --constraint constraints.txt "$@"
+    .venv/bin/python -m pip install --quiet --no-input --disable-pip-version-check --no-compile \
+        --constraint constraints.txt "$@"
 }
 
 fail() {
