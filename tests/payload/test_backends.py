@@ -80,16 +80,26 @@ def test_backends_equal_eager_forward_and_backward(case: Case, dtype: torch.dtyp
         assert relative_error(gradients[name], gradient) < TOLERANCE[dtype], name
 
 
-@pytest.mark.parametrize("attention", ["eager", *BACKWARD])
-def test_bfloat16_backends_are_as_close_to_float64_as_bfloat16_is(attention: str) -> None:
-    case = replace(ROWS["row not a multiple of 128"], attention=attention)
-    narrow = outcome(replace(case, dtype=torch.bfloat16))
-    # The same weights and states, rounded and then widened.
-    bench = build(replace(case, dtype=torch.bfloat16))
+NARROW = replace(ROWS["row not a multiple of 128"], dtype=torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def widened() -> tuple[Tensor, dict[str, Tensor]]:
+    """The reference's loss and its weights: those of the drafter, rounded and then widened."""
+    bench = build(NARROW)
     weights = leaves(bench.drafter)
     exact = bench.reference(weights).loss
     torch.autograd.backward(exact)
-    assert relative_error(narrow[0], exact.detach()) < 5e-3
+    return exact.detach(), weights
+
+
+@pytest.mark.parametrize("attention", ["eager", *BACKWARD])
+def test_bfloat16_backends_are_as_close_to_float64_as_bfloat16_is(
+    attention: str, widened: tuple[Tensor, dict[str, Tensor]]
+) -> None:
+    exact, weights = widened
+    narrow = outcome(replace(NARROW, attention=attention))
+    assert relative_error(narrow[0], exact) < 5e-3
     for name, gradient in narrow[1].items():
         expected = weights[name].grad
         assert expected is not None
