@@ -1,5 +1,6 @@
 """What each test of the payload gets: one thread, in programs too, and torch's default dtype as it was."""
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -16,6 +17,13 @@ def _one_thread() -> Iterator[None]:
         patch.setenv("OMP_NUM_THREADS", "1")  # for programs that tests start
         yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _modules_are_no_garbage() -> None:
+    # Probes call `gc.collect` before each case: to look through all of torch takes longer than the case.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
