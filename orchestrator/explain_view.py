@@ -32,6 +32,7 @@ def explanation_lines(
     yield printable(found.answer)
     has_text = found.message is not None and bool(found.message.text)
     sections: Mapping[str, Iterable[str]] = {
+        "params": found.of_params,
         "asked": found.asked,
         "held": found.held,
         "tensor": found.tensor,
@@ -91,6 +92,7 @@ def explanation_json(found: Explanation | None, *, run_id: str | None, where: st
         "would_fit": [_remedy_json(remedy) for remedy in found.remedies],
         "foreseen": list(found.foreseen),
         "estimate": None if found.outlook is None else _outlook_json(found.outlook),
+        "of_params": list(found.of_params),
         "notes": list(found.notes),
     }
 

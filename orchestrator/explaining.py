@@ -14,7 +14,7 @@ from typing import Any
 
 from orchestrator import payload_programs
 from orchestrator.bundle import Bundle
-from orchestrator.errors import OrchError, UsageError
+from orchestrator.errors import OrchError, ProgramFailed, UsageError
 from orchestrator.experiment import Experiment
 from orchestrator.forensics.asked import AskedSize
 from orchestrator.forensics.captures import Capture
@@ -201,11 +201,12 @@ def explain_text(
     ``params`` go over those of ``experiment``.
 
     Raises:
-        UsageError: the experiment's payload cannot be bundled.
+        UsageError: the experiment's payload cannot be bundled; the payload refuses one of ``params``, or
+            knows one that is nearly of that name.
     """
-    facts = Facts(found=find_in(pieces))
+    facts = Facts(found=find_in(pieces, takes_bare=True))
     subject = of_text(workspace, params, experiment)
-    named = _named(workspace, subject, facts)
+    named = _named(workspace, subject, facts, is_checked=params is not None)
     return Explained(explanation=explain(named), facts=named, subject=subject)
 
 
@@ -248,7 +249,10 @@ def with_outlook(workspace: Workspace, found: Explained) -> Explained:
 # Which tensor
 
 
-def _named(workspace: Workspace, subject: Subject, facts: Facts) -> Facts:
+def _named(workspace: Workspace, subject: Subject, facts: Facts, *, is_checked: bool = False) -> Facts:
+    """Adds which tensor it is, or why that is not known; ``is_checked``: parameters that the payload refuses
+    are an error.
+    """
     size = asked_size(*failure_of(facts))
     if size is None:
         return facts
@@ -261,7 +265,11 @@ def _named(workspace: Workspace, subject: Subject, facts: Facts) -> Facts:
     try:
         own, others = _shape_sets(workspace, subject.bundle, subject.module, subject)
     except OrchError as error:
+        if is_checked and isinstance(error, UsageError):
+            raise UsageError(f"--params: {error}") from error
         return replace(facts, unnamed_why=f"the payload cannot say which tensors it makes: {error}")
+    if is_checked and own is not None and own.misspelt:
+        raise UsageError(f"--params: {'; '.join(own.misspelt)}")
     return _compared(facts, size, own, others)
 
 
@@ -321,7 +329,10 @@ def _ask(
         return ()
     labels, params = [label for label, _ in asked], [given for _, given in asked]
     sets = payload_programs.shapes(workspace, bundle, module, params)
-    return read_shape_sets(sets, labels=labels, params=params)
+    try:
+        return read_shape_sets(sets, labels=labels, params=params)
+    except UsageError as error:
+        raise ProgramFailed(str(error)) from error
 
 
 # What would fit

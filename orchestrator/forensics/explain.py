@@ -73,8 +73,9 @@ class Facts:
 class Explanation:
     """What it was: ``answer`` is one line, the rest says why.
 
-    ``asked``, ``held`` and ``tensor`` are lines, ``remedies`` begin with those that fit; ``foreseen`` is what
-    was predicted of this configuration, and how that agrees; ``notes`` are what else was seen.
+    ``asked``, ``held`` and ``tensor`` are lines, ``of_params`` what the payload says of the parameters;
+    ``remedies`` begin with those that fit; ``foreseen`` is what was predicted of this configuration, and how
+    that agrees; ``notes`` are what else was seen.
     """
 
     answer: str
@@ -83,6 +84,7 @@ class Explanation:
     message: OomMessage | None
     capture: Capture | None
     naming: Naming | None
+    of_params: tuple[str, ...]
     asked: tuple[str, ...]
     held: tuple[str, ...]
     tensor: tuple[str, ...]
@@ -149,6 +151,7 @@ def explain(facts: Facts) -> Explanation | None:
         message=message,
         capture=capture,
         naming=naming,
+        of_params=facts.shapes_notes,
         asked=tuple(_asked(facts, message, balance, capture)),
         held=tuple(_held(balance, capture)),
         tensor=tuple(_tensor(naming, capture, facts.unnamed_why)),
@@ -314,7 +317,6 @@ def _notes(facts: Facts, message: OomMessage | None) -> Iterator[str]:
         yield f"the first of {facts.found.count} messages{line} is another one: {what}: {first.text}"
         if facts.first_naming is not None and facts.first_naming.candidates:
             yield f"there: {facts.first_naming.summary}"
-    yield from (f"of these parameters the payload says: {note}" for note in facts.shapes_notes)
 
 
 def _differs(first: OomMessage, other: OomMessage) -> bool:

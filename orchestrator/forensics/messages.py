@@ -90,9 +90,12 @@ def find(text: str) -> Found:
     return find_in([text])
 
 
-def find_in(pieces: Iterable[str]) -> Found:
-    """Returns the messages in a text that comes in pieces."""
-    finder = Finder()
+def find_in(pieces: Iterable[str], *, takes_bare: bool = False) -> Found:
+    """Returns the messages in a text that comes in pieces.
+
+    ``takes_bare``: where there is none, "Tried to allocate 15.09 GiB" alone is one.
+    """
+    finder = Finder(takes_bare=takes_bare)
     for piece in pieces:
         finder.feed(piece)
     return finder.close()
@@ -108,6 +111,7 @@ class Finder:
     """
 
     most: int = 8
+    takes_bare: bool = False
     _pieces: list[str] = field(default_factory=list)
     _waiting: int = 0  # characters in the pieces
     _rest: str = ""
@@ -116,6 +120,7 @@ class Finder:
     _count: int = 0
     _kept: list[OomMessage] = field(default_factory=list)
     _newest: _Unread | None = None
+    _bare: _Unread | None = None  # the last one
 
     def feed(self, piece: str) -> None:
         """Takes the next piece."""
@@ -127,12 +132,16 @@ class Finder:
     def close(self) -> Found:
         """Returns what was found in all of it."""
         self._search(is_final=True)
+        if not self._count and self._bare is not None:
+            self._keep(self._bare)
         self._read_newest()
         return Found(count=self._count, messages=tuple(self._kept))
 
     def _search(self, *, is_final: bool) -> None:
         text = self._rest = "".join((self._rest, *self._pieces))
         self._pieces, self._waiting = [], 0
+        if self.takes_bare and not self._count:
+            self._look_for_bare(text)
         anchors = Anchors(text, self._scanned)
         lines_until, lines = 0, self._line
         while (anchor := anchors.next()) is not None:
@@ -150,6 +159,14 @@ class Finder:
             self._keep(_Unread(anchor, window, head[-_HEAD_CHARACTERS:], lines))
             anchors.skip(begin + _extent(window))
         self._forget(len(text) if is_final else max(anchors.at, len(text) - _LONGEST_ANCHOR))
+
+    def _look_for_bare(self, text: str) -> None:
+        """Notes the last place that says what was asked for, whatever stands around it."""
+        for match in _BARE.finditer(text):
+            anchor = Anchor(
+                begin=match.start(), end=match.end(), kind=DEVICE_ALLOCATOR, detail=None, asked_bytes=None
+            )
+            self._bare = _Unread(anchor, match[0], "", self._line + text.count("\n", 0, match.start()))
 
     def _forget(self, searched: int) -> None:
         """Lets go of what no later message needs."""
@@ -194,6 +211,7 @@ class _Unread:
 
 
 _LONGEST_ANCHOR = 512
+_BARE = re.compile(r"Tried to allocate \d{1,9}(?:\.\d{1,12})? [GM]iB")
 
 
 # The device allocator's own words, each part found by itself in a text without white space

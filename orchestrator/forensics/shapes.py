@@ -98,7 +98,8 @@ class TensorShape:
 class ShapeSet:
     """The tensors of one configuration; ``label`` names whose it is: a run's id, a file.
 
-    ``notes`` are what the payload says of all of it, ``unknown`` the parameters that it does not know.
+    ``notes`` are what the payload says of all of it, ``unknown`` the parameters that it does not know,
+    ``misspelt`` a sentence for each of these that is nearly one that it knows.
     """
 
     label: str
@@ -106,6 +107,7 @@ class ShapeSet:
     params: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     notes: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
+    misspelt: tuple[str, ...] = ()
 
     @property
     def is_foreign(self) -> bool:
@@ -143,6 +145,7 @@ def read_shape_set(values: object, *, label: str, params: Mapping[str, Any]) -> 
         unknown=tuple(
             name for name in params if name in _list(given.get("unknown", []), "unknown", most=MOST_TENSORS)
         ),
+        misspelt=_notes(given, "misspelt"),
     )
 
 
@@ -194,7 +197,8 @@ def _free(entry: object, where: str) -> FreeQuantity:
 
 
 def _notes(values: Mapping[str, Any], where: str) -> tuple[str, ...]:
-    return tuple(_shown(note, where) for note in _list(values.get("notes", []), where, most=MOST_NOTES))
+    name = where.rpartition(".")[2]
+    return tuple(_shown(note, where) for note in _list(values.get(name, []), where, most=MOST_NOTES))
 
 
 def _remedy(entry: object, where: str) -> Mapping[str, Any]:

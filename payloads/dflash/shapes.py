@@ -3,12 +3,13 @@
     python -m dflash.shapes --params params.json                 # those of one file of a probe's parameters
     python -m dflash.shapes --params a.json --params b.json      # of several, one set for each
 
-One JSON object: `{"format": 1, "sets": [{"tensors": [...], "notes": [...], "unknown": [...]}, …]}`, a set
-for each file, in their order; `unknown` are the parameters that no probe has. A tensor has `name`,
-`category`, `dtype`, `dims` (each with `name`, `expression`, `value`, the expression in `numbers`, and `free`,
-the quantity in it that the parameters leave open: bounds, factor and offset), `bytes`, `applies` (whether
-this configuration makes it), `when`, `count`, `born` (a function of the payload), `remedy` (parameters that
-avoid or shrink it, or null) and `notes`. `dflash.catalogue` says more. Loads without torch.
+One JSON object: `{"format": 1, "sets": [{"tensors": […], "notes": […], "unknown": […], "misspelt": […]}, …]}`,
+a set for each file, in their order; `unknown` are the parameters that no probe has, `misspelt` a sentence for
+each that is nearly one. A tensor has `name`, `category`, `dtype`, `dims` (each with `name`, `expression`,
+`value`, the expression in `numbers`, and `free`, the quantity in it that the parameters leave open: bounds,
+factor and offset), `bytes`, `applies` (whether this configuration makes it), `when`, `count`, `born` (a
+function of the payload), `remedy` (parameters that avoid or shrink it, or null) and `notes`.
+`dflash.catalogue` says more. Loads without torch.
 
 Exit codes: 0 answered, 2 a parameter is refused.
 """
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash.catalogue import attention, states, vocabulary, weights
-from dflash.catalogue.parameters import Parameters, read_parameters
+from dflash.catalogue.parameters import Parameters, misspelt, read_parameters
 from dflash.catalogue.rows import Row, rows_of
 from dflash.catalogue.terms import Shape, Term
 from dflash.probes.params import OneLineParser, read_values
@@ -64,8 +65,12 @@ def set_of(values: Mapping[str, object]) -> dict[str, Any]:
     """
     parameters, unknown = read_parameters(values)
     notes = [f"ignored, as no probe has them: {', '.join(unknown)}"] if unknown else []
-    tensors = [_tensor(shape) for shape in shapes_of(parameters)]
-    return {"tensors": tensors, "notes": notes, "unknown": list(unknown)}
+    return {
+        "tensors": [_tensor(shape) for shape in shapes_of(parameters)],
+        "notes": notes,
+        "unknown": list(unknown),
+        "misspelt": misspelt(unknown),
+    }
 
 
 def shapes_of(parameters: Parameters) -> list[Shape]:

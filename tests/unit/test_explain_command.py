@@ -109,6 +109,12 @@ def test_a_text_without_a_message_says_so(inventory: Path) -> None:
     assert done.output == "the text holds nothing that says that memory was out\n"
 
 
+def test_what_was_tried_alone_is_enough(inventory: Path) -> None:
+    done = explained(inventory, "--message", "-", text="it says: Tried to allocate 15.09 GiB\n")
+    assert done.exit_code == 0
+    assert done.output.startswith("out of memory: 15.09 GiB asked; ")
+
+
 def test_bytes_that_are_no_text_are_no_hindrance(inventory: Path) -> None:
     text = b"\xff\xfe CUDA out of memory. Tried to allocate 2.00 GiB."
     done = explained(inventory, "--message", "-", "--json", text=text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ import pytest
 
 from orchestrator import explaining
 from orchestrator.bundle import Bundle, build_bundle
-from orchestrator.errors import RecordsAltered
+from orchestrator.errors import RecordsAltered, UsageError
 from orchestrator.explain_view import explanation_json, explanation_lines, remedy_lines, short_lines
 from orchestrator.forensics.explain import Explanation
 from orchestrator.ledger import RunRow
@@ -129,11 +130,28 @@ class TestTheLogOfAnotherConfiguration:
     def test_parameters_that_the_payload_does_not_know_are_told(
         self, workspace: Workspace, drafter: Bundle
     ) -> None:
-        params = {**PARAMS, "max_anchor": 9}
+        params = {**PARAMS, "learning_rate": 9}
         job: dict[str, Any] = {"bundle": drafter, "module": "dflash.probes.oom", "params": params}
         a_failed_run(workspace, "r", [raised(MYSTERY)], **job)
-        says = "of these parameters the payload says: ignored, as no probe has them: max_anchor"
-        assert says in explained(workspace, "r").notes
+        says = "params     ignored, as no probe has them: learning_rate"
+        assert [*explanation_lines(explained(workspace, "r"))][1] == says
+
+    @pytest.mark.parametrize(
+        ("changed", "says"),
+        [
+            ({"max_anchor": 9}, "--params: unknown parameter 'max_anchor'; did you mean 'max_anchors'?"),
+            ({"max_anchors": "512"}, "max_anchors is '512'; it must be an integer"),
+        ],
+    )
+    def test_parameters_of_a_pasted_message_that_are_nearly_right_are_refused(
+        self, workspace: Workspace, drafter: Bundle, changed: Mapping[str, Any], says: str
+    ) -> None:
+        given = {**PARAMS, **changed}
+        job: dict[str, Any] = {"bundle": drafter, "module": "dflash.probes.oom", "params": given}
+        a_failed_run(workspace, "r", [raised(MYSTERY)], **job)
+        assert explained(workspace, "r").answer
+        with pytest.raises(UsageError, match=re.escape(says)):
+            explaining.explain_text(workspace, [MYSTERY], params=given, experiment=None)
 
     def test_a_run_that_makes_no_scores_at_all_is_told_the_same(
         self, runs: Workspace, drafter: Bundle

@@ -3,8 +3,9 @@
 Parameters of any probe will do: `backends`, `policies` and `anchor_counts` stand for one configuration each.
 """
 
+import difflib
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from dflash.config import ATTENTION_BACKENDS, DTYPES, RECOMPUTE_POLICIES
 from dflash.probes.oom import OPTIMIZERS, OomProbeParams
 from dflash.probes.size import check_counts, check_device
 from dflash.tiling import ALIGNED_BYTES, LEAST_FLEX_HEAD_DIM
-from dflash.values import build, require_choice, require_positive
+from dflash.values import build, require_choice, require_positive, unknown
 
 _DEFAULTS: dict[str, Any] = {part.name: part.default for part in fields(OomProbeParams)}
 
@@ -126,8 +127,18 @@ def read_parameters(values: Mapping[str, object]) -> tuple[Parameters, tuple[str
     """
     names = [part.name for part in fields(Parameters)]
     known = {name: value for name, value in values.items() if name in names}
-    unknown = sorted(values.keys() - set(names) - _DEFAULTS.keys() - _OF_OTHER_PROBES)
-    return build(Parameters, known, what="parameter"), tuple(unknown)
+    return build(Parameters, known, what="parameter"), tuple(sorted(values.keys() - KNOWN))
 
 
+def misspelt(names: Iterable[str]) -> list[str]:
+    """Return the sentence that refuses a name for each of `names` that is nearly a probe's."""
+    return [
+        unknown("parameter", name, KNOWN)
+        for name in names
+        if difflib.get_close_matches(name, KNOWN, n=1, cutoff=NEAR)
+    ]
+
+
+NEAR = 0.8  # by difflib: max_anchor is, what another trainer calls num_layers is not
 _OF_OTHER_PROBES = {"dtypes", "warmups", "profile"}
+KNOWN = {part.name for part in fields(Parameters)} | _DEFAULTS.keys() | _OF_OTHER_PROBES

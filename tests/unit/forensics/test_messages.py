@@ -222,6 +222,22 @@ def test_pieces_of_any_length_give_what_the_whole_gives(monkeypatch: pytest.Monk
     assert whole.count == len(TEXTS) + 1
 
 
+def test_what_was_tried_alone_counts_where_that_is_wanted_and_nothing_better_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bare = "loss 3\nTried to allocate 15.09 GiB\nsaid again: Tried to allocate 192.00 MiB, and so on\n"
+    for searched in (1, messages._SEARCHED_CHARACTERS):
+        monkeypatch.setattr(messages, "_SEARCHED_CHARACTERS", searched)
+        found = find_in([bare[:17], bare[17:40], bare[40:]], takes_bare=True)
+        assert found.count == 1
+        assert found.last is not None
+        assert (found.last.asked_text, found.last.line) == ("192.00 MiB", 3)
+        better = find_in([bare, TORCH_2_9, bare], takes_bare=True)
+        assert [message.asked_text for message in better.messages] == ["1.95 GiB"]
+    assert find(bare).count == 0
+    assert find_in(["Tried to allocate 3 apples, and tried to allocate 2 GiB"], takes_bare=True).count == 0
+
+
 def test_a_failed_attempt_of_the_allocator_is_marked() -> None:
     message = parse(
         "[W812 16:00:28.6434 CUDACachingAllocator.cpp:3933] memory allocation failed with OOM on device 1 "
