@@ -135,6 +135,8 @@ def _remedies(found: Explanation) -> Iterator[str]:
             continue
         allocated = gib(remedy.peak_allocated_bytes or 0)
         yield f"{label}: {allocated} allocated, {gib(remedy.peak_reserved_bytes)} reserved: {remedy.verdict}"
+    if found.outlook is not None and found.outlook.left_out:
+        yield f"not estimated, which would take longer: {'; '.join(found.outlook.left_out)}"
 
 
 def _naming_json(naming: Naming) -> dict[str, Any]:

@@ -50,6 +50,9 @@ __all__ = [
 ]
 
 
+MOST_LEFT_OUT = 20
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explained:
     """An explanation, None where nothing says that memory was out, and what it was made from.
@@ -358,4 +361,5 @@ def _outlook(estimate: Estimate) -> Outlook:
         verdict=estimate.verdict,
         torch=estimate.torch,
         remedies=remedies,
+        left_out=tuple(map(printable, estimate.left_out or ()))[:MOST_LEFT_OUT],
     )

@@ -138,7 +138,7 @@ class Estimate(_Answer):
 
     ``capacity_bytes`` is what the allocator may take of the card, ``outside_bytes`` what is held beside it.
     ``error_share``, at least 0 and less than 1, is how far the prediction may be off. ``failure`` is there
-    where memory runs out.
+    where memory runs out. ``left_out`` are labels of alternatives for which there was no time.
     """
 
     format: _Format
@@ -157,6 +157,7 @@ class Estimate(_Answer):
     execution: str
     notes: list[str]
     alternatives: list[Alternative] | None = None
+    left_out: list[str] | None = None
 
     @property
     def highest(self) -> Phase | None:

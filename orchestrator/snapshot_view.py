@@ -11,7 +11,7 @@ from typing import Any
 
 from orchestrator.forensics.snapshot import CardSummary, Holding
 from orchestrator.supervisor.memory_names import Described
-from orchestrator.text import gib, printable, size_text
+from orchestrator.text import printable, size_text, sized
 
 __all__ = ["snapshot_json", "snapshot_lines"]
 
@@ -24,7 +24,7 @@ def snapshot_lines(cards: Sequence[CardSummary]) -> Iterator[str]:
     if not cards:
         yield "the snapshot holds no memory of any card"
     for card in cards:
-        reserved, free = gib(card.reserved_bytes), gib(card.largest_free_bytes)
+        reserved, free = sized(card.reserved_bytes), sized(card.largest_free_bytes)
         yield f"{f'cuda:{card.device}':{_WIDTH}}  {reserved} reserved, {free} free in one piece"
         yield from _holding("when taken", card.now)
         if card.peak != card.now:
@@ -37,8 +37,8 @@ def snapshot_json(cards: Sequence[CardSummary]) -> dict[str, Any]:
 
 
 def _holding(title: str, held: Holding) -> Iterator[str]:
-    shares = ", ".join(f"{name} {gib(size)}" for name, size in held.by_category.items())
-    yield printable(f"{title:{_WIDTH}}  {gib(held.allocated_bytes)} allocated: {shares or 'nothing'}")
+    shares = ", ".join(f"{name} {sized(size)}" for name, size in held.by_category.items())
+    yield printable(f"{title:{_WIDTH}}  {sized(held.allocated_bytes)} allocated: {shares or 'nothing'}")
     for block in held.largest[:MOST_SHOWN]:
         yield printable(f"{'':{_WIDTH}}    {size_text(block.bytes):>10}  {_what(block)}")
 

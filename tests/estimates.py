@@ -109,6 +109,7 @@ if asked.alternatives:
     answer["alternatives"] = [{"label": "recompute=mlp", "set": {"recompute": "mlp"}, "alloc_conf": None,
                                "peak_allocated_bytes": peak // 2, "peak_reserved_bytes": peak // 2,
                                "verdict": "fits" if capacity else "no card"}]
+    answer["left_out"] = ["max_anchors=16", "max_anchors=8"]
 if fault == "shapeless":
     answer["phases"][0]["largest"][0]["shape"] = "big"
 if fault == "no number":

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from threading import Timer
 from typing import IO, Any
 
 import click
@@ -23,6 +24,7 @@ from orchestrator.workspace import Workspace
 
 READ_CHARACTERS = 1024 * 1024
 MOST_PARAMS_BYTES = 1024 * 1024
+QUIET_S = 2.0  # what takes longer is told of
 
 
 @click.command()
@@ -110,11 +112,17 @@ def _predicted(workspace: Workspace, found: Explained, screen: Screen) -> Explai
     """Adds predictions; whoever looks on sees what takes so long."""
     if explaining.can_be_predicted(found):
         screen.status("asking the payload what would fit; Ctrl-C does without")
+        waiting = Timer(
+            QUIET_S, screen.note, ["asking the payload what would fit; --no-estimate leaves that out"]
+        )
+        waiting.daemon = True
+        waiting.start()
         try:
             return explaining.with_outlook(workspace, found)
         except KeyboardInterrupt:
             return found
         finally:
+            waiting.cancel()
             screen.close()
     return found
 
@@ -122,8 +130,10 @@ def _predicted(workspace: Workspace, found: Explained, screen: Screen) -> Explai
 def _check(
     run: str | None, message: str | None, snapshot: Path | None, of_message: Mapping[str, object]
 ) -> None:
-    if [run, message, snapshot].count(None) != 2:
-        raise click.UsageError("name one of: a run (or `last`), --message FILE, --snapshot FILE")
+    missing = [run, message, snapshot].count(None)
+    if missing != 2:
+        which = "name one of" if missing == 3 else "only one of"
+        raise click.UsageError(f"{which}: a run (or `last`), --message FILE, --snapshot FILE")
     given = [option for option, value in of_message.items() if value is not None]
     if message is None and given:
         raise click.UsageError(f"{given[0]} goes with --message: a run has its own")

@@ -37,7 +37,8 @@ class Remedy:
 class Outlook:
     """What the payload's estimate says of this configuration, and the remedies that it knows to need less.
 
-    ``remedies`` stand in the order of what they cost, the cheapest first. ``missing`` says why there is none.
+    ``remedies`` stand in the order of what they cost, the cheapest first, ``left_out`` are those that nobody
+    waited for. ``missing`` says why there is none.
     """
 
     peak_allocated_bytes: int | None = None
@@ -47,6 +48,7 @@ class Outlook:
     verdict: str | None = None
     torch: str | None = None
     remedies: tuple[Remedy, ...] = ()
+    left_out: tuple[str, ...] = ()
     missing: str | None = None
 
 
@@ -82,7 +84,8 @@ def foreseen(outlook: Outlook | None, balance: Balance) -> Iterator[str]:
     peak = outlook.peak_allocated_bytes
     if peak is None or outlook.peak_reserved_bytes is None:
         return
-    verdict = "" if outlook.verdict in (None, NO_CARD) else f": {outlook.verdict}"
+    judged = _judged(_unchanged(outlook), outlook, balance).verdict
+    verdict = "" if judged in (None, NO_CARD) else f": {judged}"
     yield f"as it is: {gib(peak)} allocated, {gib(outlook.peak_reserved_bytes)} reserved at most{verdict}"
     wanted = (balance.allocated_bytes or 0) + (balance.asked_bytes or 0)
     if balance.allocated_bytes is not None and wanted > peak * (1 + outlook.error_share) * _FAR_ABOVE:
@@ -90,6 +93,18 @@ def foreseen(outlook: Outlook | None, balance: Balance) -> Iterator[str]:
             f"but {gib(wanted)} were allocated and asked for: another configuration printed this, or "
             "something holds memory that the payload does not know of"
         )
+
+
+def _unchanged(outlook: Outlook) -> Remedy:
+    """Returns the configuration as it is, as a remedy that changes nothing."""
+    return Remedy(
+        label="as it is",
+        changes={},
+        alloc_conf=None,
+        peak_allocated_bytes=outlook.peak_allocated_bytes,
+        peak_reserved_bytes=outlook.peak_reserved_bytes,
+        verdict=outlook.verdict,
+    )
 
 
 def _judged(remedy: Remedy, outlook: Outlook | None, balance: Balance) -> Remedy:

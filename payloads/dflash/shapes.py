@@ -18,7 +18,7 @@ import json
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,17 @@ def _of_file(path: Path) -> dict[str, Any]:
 
 def _of_row(row: Row) -> Iterator[Shape]:
     for part in PARTS:
-        yield from part.shapes(row)
+        yield from (_with_what_helps(shape, row.parameters) for shape in part.shapes(row))
+
+
+def _with_what_helps(shape: Shape, parameters: Parameters) -> Shape:
+    """Leave out of a remedy what is so already."""
+    so = [
+        ("attention", parameters.backend),
+        *((name, getattr(parameters, name)) for name in shape.remedy or ()),
+    ]
+    remedy = {name: value for name, value in (shape.remedy or {}).items() if (name, value) not in so}
+    return replace(shape, remedy=remedy or None)
 
 
 def _tensor(shape: Shape) -> dict[str, Any]:

@@ -280,6 +280,7 @@ def test_alternatives_for_which_there_is_no_time_are_named(
     monkeypatch.setattr(estimating, "ALTERNATIVES_S", -1.0)
     found = estimated(capsys, *arguments(loss_chunk_rows=256), "--card", SMALL_CARD, "--alternatives")
     assert [each["label"] for each in found["alternatives"]] == ["expandable_segments:True"]
+    assert found["left_out"] == ["max_anchors=16", "max_anchors=8"]
     assert found["notes"][-1] == "not estimated, which would take longer: max_anchors=16; max_anchors=8"
 
 

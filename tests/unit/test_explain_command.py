@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ import yaml
 from click.testing import CliRunner, Result
 
 from orchestrator import explaining
+from orchestrator.cli import explain as command
 from orchestrator.cli.explain import explain
 from orchestrator.cli.explaining import explain_shortly
 from orchestrator.cli.terminal import Screen
@@ -39,7 +41,8 @@ def explained(inventory: Path, *words: str, text: str | bytes = "") -> Result:
     ("words", "says"),
     [
         ([], "name one of: a run (or `last`), --message FILE, --snapshot FILE"),
-        (["last", "--message", "x"], "name one of: a run"),
+        (["last", "--message", "x"], "only one of: a run"),
+        (["last", "--snapshot", "x"], "only one of: a run"),
         (["last", "--params", "x"], "--params goes with --message: a run has its own"),
         (["--message", "x", "--profile", "p"], "--profile needs --experiment"),
     ],
@@ -160,6 +163,22 @@ def test_a_name_that_stands_twice_in_the_parameters_is_refused(inventory: Path, 
     path.write_text('{"max_anchors": 512, "max_anchors": 256}')
     done = explained(inventory, "--message", "-", "--params", str(path), text="x")
     assert "'max_anchors' stands there twice" in str(done.exception)
+
+
+@pytest.mark.parametrize(("quiet_s", "is_told"), [(0.0, True), (60.0, False)])
+def test_whoever_waits_long_is_told_for_what_and_how_to_do_without(
+    inventory: Path, monkeypatch: pytest.MonkeyPatch, quiet_s: float, is_told: bool
+) -> None:
+    def takes_long(_: object, found: explaining.Explained) -> explaining.Explained:
+        time.sleep(0.2)
+        return found
+
+    monkeypatch.setattr(command, "QUIET_S", quiet_s)
+    monkeypatch.setattr(explaining, "can_be_predicted", lambda _: True)
+    monkeypatch.setattr(explaining, "with_outlook", takes_long)
+    done = explained(inventory, "--message", "-", text="CUDA out of memory. Tried to allocate 2.00 GiB.")
+    says = "orch: asking the payload what would fit; --no-estimate leaves that out\n"
+    assert done.stderr == (says if is_told else "")
 
 
 def test_without_an_experiment_the_program_to_predict_is_asked_for(inventory: Path, tmp_path: Path) -> None:

@@ -529,6 +529,8 @@ class TestWhatWouldFit:
         assert any(line.endswith(": fits") for line in remedy_lines(found))
         titles = [line[:9].strip() for line in remedy_lines(found)]
         assert [title for title in titles if title] == ["predicted", "next"]
+        left_out = "not estimated, which would take longer: max_anchors=16; max_anchors=8"
+        assert [*remedy_lines(found)][-1].strip() == left_out
 
     def test_an_estimate_that_fails_is_told_and_the_rest_is_explained(
         self, workspace: Workspace, bundle: Bundle
@@ -584,7 +586,7 @@ class TestHowItIsShown:
         ]
         assert best["bytes"] == size
         assert "the function that makes it is in the stack: flex.py:7 _attend" in best["evidence"]
-        assert values["would_fit"][0]["changes"] == {"attention": "flex", "compile": True}
+        assert values["would_fit"][0]["changes"] == {"compile": True}
         assert explanation_json(None, run_id="r", where=None)["answer"] is None
 
     def test_a_run_s_row_is_not_needed_to_say_that_it_prepared_something(self, workspace: Workspace) -> None:

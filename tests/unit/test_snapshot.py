@@ -177,8 +177,8 @@ def test_explain_shows_what_a_snapshot_holds_without_running_anything_in_it(
     assert explain.main(["--snapshot", str(file)], standalone_mode=False) == 0
     first, taken, *_, peak, largest, _ = capsys.readouterr().out.splitlines()
     assert first == "cuda:1       0.30 GiB reserved, 0.29 GiB free in one piece"
-    assert taken == "when taken   0.00 GiB allocated: optimizer_state 0.00 GiB"
-    assert peak == "at the peak  0.30 GiB allocated: scores 0.29 GiB, optimizer_state 0.00 GiB"
+    assert taken == "when taken   4.0 MiB allocated: optimizer_state 4.0 MiB"
+    assert peak == "at the peak  0.30 GiB allocated: scores 0.29 GiB, optimizer_state 4.0 MiB"
     assert largest.split() == ["300.0", "MiB", "scores", "at", "attention.py:61", "scores", "(forward)"]
 
 

@@ -35,6 +35,7 @@ def as_json(estimate: Estimate) -> dict[str, Any]:
     }
     if estimate.alternatives is not None:
         values["alternatives"] = [_alternative(alternative) for alternative in estimate.alternatives]
+        values["left_out"] = list(estimate.left_out)
     return values
 
 

@@ -68,6 +68,7 @@ class Estimate:
     notes: tuple[str, ...]
     seconds: float
     alternatives: tuple[Alternative, ...] | None = None
+    left_out: tuple[str, ...] = ()  # of the alternatives, for time
 
 
 def check(entry: Entry, values: Mapping[str, object], target: Target) -> None:
@@ -108,6 +109,7 @@ def estimate(
         notes=notes,
         seconds=time.perf_counter() - started_s,
         alternatives=others if has_alternatives else None,
+        left_out=left_out,
     )
 
 

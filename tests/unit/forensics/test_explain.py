@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -464,6 +465,12 @@ class TestWhatWasForeseen:
     def test_a_prediction_that_agrees_stands_by_itself(self) -> None:
         found = explained(message("22.00 GiB", "10.00 GiB"), outlook=self.outlook(90))
         assert found.foreseen == ("as it is: 90.00 GiB allocated, 90.00 GiB reserved at most: does not fit",)
+
+    def test_without_a_card_the_message_s_own_room_judges_it(self) -> None:
+        for peak_gib, verdict in ((120, "does not fit"), (40, "fits")):
+            outlook = replace(self.outlook(peak_gib), verdict="no card")
+            (line, *_) = explained(message("22.00 GiB", "10.00 GiB"), outlook=outlook).foreseen
+            assert line.endswith(f"reserved at most: {verdict}")
 
     def test_much_more_than_was_predicted_is_another_s_or_unknown(self) -> None:
         found = explained(message("22.00 GiB", "10.00 GiB"), outlook=self.outlook(32))
