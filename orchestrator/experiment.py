@@ -87,8 +87,8 @@ class Experiment:
     shipped; or it ``prepares`` what a run needs, as that run's job says it. ``setup`` is what has to be
     prepared before.
     Several ``processes`` are ranks of that program; ``memory_limit_bytes`` is what each card is to look as if
-    it had. ``case`` is the label of the matrix's case that it is; while there is a ``matrix`` it stands for
-    many.
+    it had. ``cardless_profiles`` are those that need no card. ``case`` is the label of the matrix's case that
+    it is; while there is a ``matrix`` it stands for many.
     The command line says whether it ``waits_for_cards`` that are taken, or ``shares_cards`` with others.
     """
 
@@ -117,6 +117,7 @@ class Experiment:
     collect_limit_bytes: int = COLLECT_LIMIT_BYTES
     expect: Expectation = field(default_factory=Expectation)
     profile: str | None = None
+    cardless_profiles: tuple[str, ...] = ()
     matrix: Matrix | None = None
     case: str | None = None
 
@@ -190,6 +191,7 @@ def load_experiment(path: Path, *, profile: str | None = None, overrides: Sequen
         collect_limit_bytes=chosen.collect_limit_bytes,
         expect=chosen.expect,
         profile=profile,
+        cardless_profiles=tuple(key for key, each in profiles.items() if not each.devices),
         matrix=matrix,
     )
 

@@ -87,6 +87,11 @@ class Following:
         if self._puller is not None:
             self._puller.leave()
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will come: the run has ended and all of it is here, or the follow failed."""
+        return self._puller is None or self._puller.is_over
+
     def records(self, watcher: Watcher, start: Cursor | None = None) -> Iterator[Record]:
         """Yields the run's records from ``start`` on, as they arrive, until the run has ended.
 

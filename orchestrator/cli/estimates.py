@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orchestrator.cli.terminal import Screen
@@ -20,17 +21,22 @@ if TYPE_CHECKING:
 
 @contextmanager
 def estimating(
-    workspace: Workspace, plans: Sequence[Plan], screen: Screen, *, is_wanted: bool
-) -> Iterator[Callable[[], None]]:
+    workspace: Workspace,
+    plans: Sequence[Plan],
+    screen: Screen,
+    *,
+    is_wanted: bool,
+    file: Path | None = None,
+) -> Iterator[Callable[[Callable[[], bool]], None]]:
     """Estimates in the background while it is open; yields what is called once the runs are started, to say
-    what came of it.
+    what came of it, with what tells whether they have ended. ``file`` is the experiment's.
     """
     if not is_wanted or not any(plan.job["devices"] and plan.job.get("module") for plan in plans):
-        yield lambda: None
+        yield lambda _: None
         return
     from orchestrator.cli.predicting import Predictor  # noqa: PLC0415
 
-    with Predictor(workspace, plans, screen) as predictor:
+    with Predictor(workspace, plans, screen, file) as predictor:
         yield predictor.tell
 
 

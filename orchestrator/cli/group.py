@@ -61,9 +61,14 @@ def run_group(
         f"group {group_id} of {experiment.name}, {len(plans)} runs on {named}, {bundle_line(plans[0].bundle)}"
     )
     try:
-        with leaving(), estimating(workspace, plans, screen, is_wanted=has_estimate) as tell_estimates:
+        with (
+            leaving(),
+            estimating(
+                workspace, plans, screen, is_wanted=has_estimate, file=experiment.path
+            ) as tell_estimates,
+        ):
             are_submitted = _submit(workspace, submitting.with_preparations(workspace, plans), screen)
-            tell_estimates()
+            tell_estimates(lambda: False)
     except Left as left:
         screen.close()
         text = f"left while group {group_id} was being submitted; what was not will never run"

@@ -6,9 +6,12 @@ does, and not for long.
 
 from __future__ import annotations
 
+import os
+import shlex
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Event, Thread
 from typing import Any, Self
 
@@ -42,7 +45,10 @@ _Found = Sequence[tuple[Plan, Forecast | None]]
 class Predictor:
     """Estimates in the background what planned runs will hold; a context manager that ends it."""
 
-    def __init__(self, workspace: Workspace, plans: Sequence[Plan], screen: Screen) -> None:
+    def __init__(
+        self, workspace: Workspace, plans: Sequence[Plan], screen: Screen, file: Path | None = None
+    ) -> None:
+        self._file = file
         self._workspace = workspace
         self._screen = screen
         self._plans = [plan for plan in plans if is_predictable(plan.job, plan.bundle)]
@@ -64,21 +70,22 @@ class Predictor:
         if self._plans:
             self._thread.join()
 
-    def tell(self) -> None:
-        """Waits for what is not estimated yet, as long as that is bearable; says it, and keeps it.
+    def tell(self, have_ended: Callable[[], bool] = lambda: False) -> None:
+        """Waits for what is not estimated yet, as long as that is bearable and the runs go on; says it, and
+        keeps it.
 
         A run goes on whatever happens here: what nobody thought of is a line as well.
         """
         if not self._plans:
             return
         try:
-            self._tell()
+            self._tell(have_ended)
         except Exception as error:  # noqa: BLE001  (an answer is somebody else's)
             self._screen.close()
             self._screen.note(f"estimate: not made: {_unexpected(error)}; the run goes on")
 
-    def _tell(self) -> None:
-        while self._thread.is_alive() and time.monotonic() < self._give_up_at:
+    def _tell(self, have_ended: Callable[[], bool]) -> None:
+        while self._thread.is_alive() and time.monotonic() < self._give_up_at and not have_ended():
             self._screen.status("estimating memory")
             self._thread.join(TICK_S)
         self._stopping.set()
@@ -86,7 +93,8 @@ class Predictor:
         if self._error is not None:
             raise self._error
         found = [(plan, self._found.get(place)) for place, plan in enumerate(self._plans)]
-        for text in (*self._lines(found), *self._warnings(found)):
+        when = "when the run ended" if have_ended() else f"after {MOST_S:g} s, the run goes on"
+        for text in (*self._lines(found), *self._warnings(found, when)):
             self._screen.note(f"estimate: {text}")
 
     def _ask(self) -> None:
@@ -128,24 +136,24 @@ class Predictor:
         except StorageError as error:
             self._screen.note(f"estimate: not kept: {error}")
 
-    def _warnings(self, found: _Found) -> Iterator[str]:
-        """Yields what will not fit, and why a case is not estimated."""
+    def _warnings(self, found: _Found, when: str) -> Iterator[str]:
+        """Yields what will not fit, and why a case is not estimated; ``when`` nobody waited any longer."""
         estimates = [forecast.estimate for _, forecast in found if forecast and forecast.estimate]
         unfit = [estimate for estimate in estimates if estimate.verdict == UNFIT]
         if unfit:
             first = next((failure_text(each.failure) for each in unfit if each.failure is not None), "")
             which = "it" if len(found) == 1 else f"{len(unfit)} of {len(found)} cases"
             what = f": {first}" if first else ""
-            advice = _advice(found[0][0], "--alternatives")
+            advice = _in_words(found[0][0], self._file, "--alternatives")
             yield f"WARNING, {which} will not fit{what}; started all the same. Next: {advice}"
         problems = dict.fromkeys(str(forecast.error) for _, forecast in found if forecast and forecast.error)
         for problem in [*problems][:MOST_LINES]:
             yield f"not made: {problem}; the run goes on, and --no-estimate asks nothing"
         late = sum(forecast is None for _, forecast in found)
         if late:
-            which = "it" if len(found) == 1 else f"{late} of {len(found)} cases"
-            advice = f"{_advice(found[0][0])} waits, and later runs need not"
-            yield f"not made: {which} took longer than {MOST_S:g} s; the run goes on. Next: {advice}"
+            which = "" if len(found) == 1 else f"{late} of {len(found)} cases are "
+            advice = _in_words(found[0][0], self._file)
+            yield f"{which}not ready {when}; to have it next time: {advice}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,6 +195,12 @@ def _unexpected(error: Exception) -> str:
     return printable(f"{type(error).__name__}: {error}")[:MOST_SHOWN]
 
 
-def _advice(plan: Plan, *options: str) -> str:
-    command = " ".join(("orch estimate --host", plan.host.name, *options))
-    return f"`{command}` of its experiment, {plan.job['experiment']}"
+def _in_words(plan: Plan, file: Path | None, *options: str) -> str:
+    """Returns the command that estimates what was planned, as far as its experiment says it."""
+    profile = plan.job.get("profile")
+    words = ["--host", plan.host.name, *(() if profile is None else ("--profile", profile)), *options]
+    if file is None:
+        return f"`{shlex.join(['orch', 'estimate', *words])}` of its experiment, {plan.job['experiment']}"
+    near = os.path.relpath(file)
+    path = str(file) if near.startswith("..") else near
+    return shlex.join(["orch", "estimate", path, *words])

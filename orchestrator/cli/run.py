@@ -42,6 +42,7 @@ from orchestrator.experiment import Experiment, load_experiment
 from orchestrator.following import Watcher
 from orchestrator.inventory import Host
 from orchestrator.job import program_of
+from orchestrator.ledger import RunRow
 from orchestrator.lifecycle import State
 from orchestrator.log_lines import LineAssembler
 from orchestrator.log_view import render, waiting_note
@@ -49,6 +50,8 @@ from orchestrator.remote import Started
 from orchestrator.run_folder import Record
 from orchestrator.text import counted, quoted
 from orchestrator.workspace import Workspace
+
+NEEDS_NONE = "'devices: none' needs no card"  # says a host's supervisor where it has no driver
 
 
 @click.command(cls=ProgramCommand)
@@ -134,8 +137,18 @@ def run_one(
     screen = Screen(lines_to_stderr=as_json)
     watcher = RunWatcher(screen, plan.job["run_id"], host.name)
     screen.note(f"run {plan.job['run_id']} of {experiment.name} on {host.name}, {bundle_line(plan.bundle)}")
-    with estimating(workspace, [plan], screen, is_wanted=has_estimate) as tell_estimate:
-        return _launch(workspace, plan, watcher, tell_estimate, detach=detach, as_json=as_json)
+    file = experiment.path
+    with estimating(workspace, [plan], screen, is_wanted=has_estimate, file=file) as tell_estimate:
+        code = _launch(workspace, plan, watcher, tell_estimate, detach=detach, as_json=as_json)
+    name_cardless_profiles(experiment, workspace.ledger.get(plan.job["run_id"]), screen)
+    return code
+
+
+def name_cardless_profiles(experiment: Experiment, row: RunRow, screen: Screen) -> None:
+    """Says which profiles a host without cards can run, where that is why it refused."""
+    if row.state is State.REFUSED and NEEDS_NONE in (row.reason or "") and experiment.cardless_profiles:
+        options = ", ".join(f"--profile {name}" for name in experiment.cardless_profiles)
+        screen.note(f"of {experiment.name} these need no card: {options}")
 
 
 def _refuse_for_script(profile: str | None, overrides: tuple[str, ...]) -> None:
@@ -296,7 +309,7 @@ def _launch(
     workspace: Workspace,
     plan: starting.Plan,
     watcher: RunWatcher,
-    tell_estimate: Callable[[], None],
+    tell_estimate: Callable[[Callable[[], bool]], None],
     *,
     detach: bool,
     as_json: bool,
@@ -306,11 +319,11 @@ def _launch(
         with leaving():
             following = starting.launch(workspace, plan, watcher, is_followed=not detach)
             if following is None:
-                tell_estimate()
+                tell_estimate(lambda: False)
                 print(json.dumps({"run_id": run_id}) if as_json else run_id)
                 return 0
             with following:
-                tell_estimate()
+                tell_estimate(lambda: following.is_over)
                 for preparer in watcher.preparers:
                     show_preparation(workspace, preparer, watcher)
                 _show_records(workspace, watcher, following.records(watcher))

@@ -7,6 +7,7 @@ import os
 import stat
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -18,6 +19,7 @@ from orchestrator.bundle import Bundle
 from orchestrator.cli import predicting as view
 from orchestrator.cli.estimates import estimating
 from orchestrator.cli.predicting import Predictor
+from orchestrator.cli.run import NEEDS_NONE, name_cardless_profiles
 from orchestrator.cli.terminal import Screen
 from orchestrator.experiment import load_experiment
 from orchestrator.host_cards import HostCard, last_card
@@ -136,12 +138,12 @@ class TestWhatIsNotMade:
         assert [is_predictable(plan.job, plan.bundle) for plan in (without, wanted)] == [False, True]
         for plan, is_wanted in ((without, True), (wanted, False)):
             with estimating(workspace, [plan], Screen(), is_wanted=is_wanted) as tell:
-                tell()
+                tell(lambda: False)
         (project.folder / "payloads" / "probe" / "estimate.py").unlink()
         with estimating(
             workspace, [_plan(project, workspace, params=params)], Screen(), is_wanted=True
         ) as tell:
-            tell()
+            tell(lambda: False)
         assert not log.exists()
         assert capsys.readouterr().err == ""
         assert not workspace.folder(wanted.job["run_id"]).has_prediction
@@ -177,10 +179,23 @@ class TestWhatIsNotMade:
         plan = _plan(project, workspace, params={"size_gib": 1, "fault": "slow"})
         before = time.monotonic()
         (line,) = _told(workspace, (plan,), capsys, card=False)
-        assert line.startswith("not made: it took longer than 0.3 s; the run goes on. Next: `orch estimate")
+        says = "not ready after 0.3 s, the run goes on; to have it next time: `orch estimate --host here`"
+        assert line == f"{says} of its experiment, trial"
         assert time.monotonic() - before < 20
         children = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
         assert children == ""
+
+    def test_nobody_waits_for_one_of_a_run_that_has_ended(
+        self, project: Project, workspace: Workspace, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        plan = _plan(project, workspace, params={"size_gib": 1, "fault": "slow"})
+        file, before = project.folder / "experiments" / "a trial.yaml", time.monotonic()
+        with estimating(workspace, [plan], Screen(), is_wanted=True, file=file) as tell:
+            tell(lambda: True)
+        command = f"orch estimate '{file}' --host here"
+        says = f"orch: estimate: not ready when the run ended; to have it next time: {command}\n"
+        assert capsys.readouterr().err == says
+        assert time.monotonic() - before < view.MOST_S
 
     def test_what_a_host_has_estimated_counts_where_torch_is_lacking_here(
         self, project: Project, workspace: Workspace, capsys: pytest.CaptureFixture[str]
@@ -219,6 +234,31 @@ class TestWhatIsNotMade:
         lost, line = _told(workspace, (plan,), capsys, card=False)
         assert "not kept: " in lost
         assert line.startswith("15.00 GiB allocated")
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "is_told"),
+    [
+        (State.REFUSED, f"nvidia-smi is not there: no NVIDIA driver; {NEEDS_NONE}; expected ok", True),
+        (State.REFUSED, "card 7 is not there", False),
+        (State.FAILED, NEEDS_NONE, False),
+    ],
+)
+def test_a_host_without_a_card_is_told_the_profiles_that_need_none(
+    project: Project,
+    workspace: Workspace,
+    capsys: pytest.CaptureFixture[str],
+    state: State,
+    reason: str,
+    is_told: bool,
+) -> None:
+    profiles = {"cpu": {"devices": "none"}, "large": {"timeout": "3h"}}
+    experiment = load_experiment(project.experiment("", devices=[0], profiles=profiles))
+    plan = starting.prepare(workspace, experiment, workspace.inventory.host("here"))
+    row = replace(row_of(plan), state=state, reason=reason)
+    name_cardless_profiles(experiment, row, Screen())
+    says = "orch: of trial these need no card: --profile cpu\n"
+    assert capsys.readouterr().err == (says if is_told else "")
 
 
 def test_equal_questions_are_asked_once_and_each_is_told(
