@@ -20,7 +20,7 @@ from typing import Any, Self
 from orchestrator import parameters, yaml_source
 from orchestrator.allocator import AllocValue, parse_alloc_conf, parse_setting, render_alloc_conf
 from orchestrator.artifact_names import parse_pattern, parse_patterns
-from orchestrator.errors import UnknownName, UsageError
+from orchestrator.errors import ConfigError, UnknownName, UsageError
 from orchestrator.fields import (
     Devices,
     Secret,
@@ -146,6 +146,8 @@ def load_experiment(path: Path, *, profile: str | None = None, overrides: Sequen
         UsageError: an override is malformed, or names a parameter that is not declared.
     """
     name = check_name("experiment", path.stem)
+    if hint := file_hint(path):
+        raise ConfigError(f"there is no such file{hint}", file=path)
     source = yaml_source.load(path)
     document = source.validate(_Document)
     with source.at("payload"):
@@ -194,6 +196,15 @@ def load_experiment(path: Path, *, profile: str | None = None, overrides: Sequen
         cardless_profiles=tuple(key for key, each in profiles.items() if not each.devices),
         matrix=matrix,
     )
+
+
+def file_hint(path: Path) -> str:
+    """Returns ``"; did you mean FILE?"`` for a name that is no file, where an experiment of that name is."""
+    if path.exists() or path.suffix:
+        return ""
+    named = path.with_suffix(".yaml")
+    found = [each for each in (named, named.parent / "experiments" / named.name) if each.is_file()]
+    return f"; did you mean {found[0]}?" if found else ""
 
 
 # The file's form

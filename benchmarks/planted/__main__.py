@@ -140,12 +140,22 @@ def _held(share: float) -> Iterator[None]:
         holder.wait()
 
 
+def refuse_without_a_card() -> None:
+    """Ends here, with one line, where nothing could be planted."""
+    code = "import torch; torch.cuda.mem_get_info()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    if done.returncode:
+        problem = done.stderr.strip().rpartition("\n")[2]
+        raise SystemExit(f"no card can be used here ({problem}); docs/memory.md has what an H200's gave")
+
+
 def main() -> int:
     """Plants what the command line names."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planted", description=__doc__)
     parser.add_argument("--only", action="append", choices=[plant.file for plant in PLANTS])
     parser.add_argument("--json", type=Path, default=Path("benchmarks/planted.json"), metavar="FILE")
     options = parser.parse_args()
+    refuse_without_a_card()
     chosen = [plant for plant in PLANTS if not options.only or plant.file in options.only]
     with tempfile.TemporaryDirectory(prefix="orch-planted-") as home:
         answers: list[Answer] = []

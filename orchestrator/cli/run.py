@@ -38,7 +38,7 @@ from orchestrator.cli.options import (
 from orchestrator.cli.plans import bundle_line, plan_json, plan_text
 from orchestrator.cli.terminal import Screen, show
 from orchestrator.errors import HostError, UnknownName, UsageError
-from orchestrator.experiment import Experiment, load_experiment
+from orchestrator.experiment import Experiment, file_hint, load_experiment
 from orchestrator.following import Watcher
 from orchestrator.inventory import Host
 from orchestrator.job import program_of
@@ -170,9 +170,10 @@ def _refuse_for_experiment(experiment: Path, args: tuple[str, ...], options: Pro
 
 def _refuse_other_programs(experiment: Path) -> None:
     if experiment.suffix not in (".yaml", ".yml"):
+        hint = file_hint(experiment)
         raise UsageError(
             f"{quoted(str(experiment))} is neither an experiment (….yaml) nor a script (….py): another "
-            "program runs with orch exec NAME -- COMMAND, one of yours from a script or a payload"
+            f"program runs with orch exec NAME -- COMMAND, one of yours from a script or a payload{hint}"
         )
 
 

@@ -7,10 +7,9 @@ Sources: the H200 is this project's own measurement (docs/performance.md). The o
 torch's out-of-memory messages name in public reports; drivers and ECC settings move them by up to 0.15 GiB.
 """
 
+import difflib
 import re
 from dataclasses import dataclass
-
-from dflash.values import unknown
 
 GIB = 2**30
 MOST_GIB = 4096  # more than any card has
@@ -42,7 +41,7 @@ def parse_card(text: str) -> Card:
     Raises:
         ValueError: it is neither, or says what no card is.
     """
-    key = text.strip().lower()
+    key = "-".join(text.lower().split())
     if key in CARDS:
         return CARDS[key]
     said = _SAID.fullmatch(text.strip())
@@ -68,14 +67,22 @@ def parse_card(text: str) -> Card:
 
 
 def _what_to_say(text: str) -> str:
-    sized = _SIZE_ALONE.fullmatch(text.strip())
-    if sized is None:
-        return f"{unknown('card', _cut(text), CARDS)}; or say size and architecture, as 96GiB:sm_120"
+    sized, meant = _SIZE_ALONE.fullmatch(text.strip()), _meant(text)
+    if sized is None or (meant and text.strip().isdigit()):  # 4090 is no size
+        hint = f"did you mean {' or '.join(map(repr, meant))}?" if meant else f"known: {', '.join(CARDS)}"
+        return f"unknown card {_cut(text)!r}; {hint}; or say size and architecture, as 96GiB:sm_120"
     size = float(sized["size"])
     sold = [card for card in CARDS.values() if 1 - SOLD_SHARE <= card.total_bytes / GIB / max(size, 1) <= 1]
     known = ", ".join(f"{card.key} has {card.total_bytes / GIB:.2f} GiB" for card in sold)
     hint = f"; what is sold with that much reports less: {known}" if known else ""
     return f"card {_cut(text)!r} names no size in GiB with an architecture, as 96GiB:sm_120{hint}"
+
+
+def _meant(text: str) -> list[str]:
+    """Return the cards that have all of its words, in whatever order, or the one that is spelt most alike."""
+    words = set(re.split(r"[\s_-]+", text[:MOST_SHOWN].strip().lower()))
+    named = [key for key, card in CARDS.items() if words <= {*key.split("-"), *card.name.lower().split()}]
+    return named or difflib.get_close_matches(text[:MOST_SHOWN].lower(), CARDS, n=1)
 
 
 def _cut(text: str) -> str:

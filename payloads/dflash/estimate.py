@@ -69,7 +69,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _card(text: str | None) -> Card | None:
-    return None if text is None else parse_card(text)
+    try:
+        return None if text is None else parse_card(text)
+    except ValueError as error:
+        raise ValueError(f"--card: {error}") from None
 
 
 def _limit(size: int | None) -> int | None:

@@ -13,9 +13,33 @@ def test_what_a_known_card_reports_can_be_said_of_it(key: str) -> None:
     assert (said.total_bytes, said.capability) == (card.total_bytes, card.capability)
 
 
+def test_spaces_in_a_name_are_dashes() -> None:
+    assert parse_card("RTX  PRO 6000").key == "rtx-pro-6000"
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("rtx-6000-pro", "rtx-pro-6000"),
+        ("6000 ada", "rtx-6000-ada"),
+        ("4090", "rtx-4090"),
+        ("NVIDIA GeForce RTX 5090", "rtx-5090"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000"),
+        ("rtx_pro_600", "rtx-pro-6000"),
+        ("h2000", "h200"),
+    ],
+)
+def test_the_card_that_is_meant_has_the_same_words_in_whatever_order(text: str, meant: str) -> None:
+    with pytest.raises(ValueError, match=f"did you mean '{meant}'\\?"):
+        parse_card(text)
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
+        ("no such thing", "known: a100-40gb, "),
+        ("6000", "did you mean 'rtx-6000-ada' or 'rtx-pro-6000'"),
+        ("", "unknown card ''; known"),
         ("99999999999999999999GiB:sm_90", "more than 4096 GiB"),
         (f"{'9' * 400}GiB:sm_90", "more than 4096 GiB"),
         ("0GiB:sm_90", "no memory"),

@@ -298,7 +298,7 @@ def test_what_takes_no_cards_memory_says_so(capsys: pytest.CaptureFixture[str]) 
     ("options", "told"),
     [
         (["--entry", "dflash.probes.oo"], "unknown entry 'dflash.probes.oo'; did you mean"),
-        (["--entry", OOM, "--card", "rtx"], "unknown card 'rtx'"),
+        (["--entry", OOM, "--card", "rtx"], "--card: unknown card 'rtx'"),
         (["--entry", OOM, "--set", "hiden_size=3"], "did you mean 'hidden_size'"),
         (["--entry", OOM, "--params", "nowhere.json"], "nowhere.json"),
         (["--entry", OOM, "--alloc-conf", "expandable_segments:true"], "True or False"),

@@ -492,3 +492,14 @@ def test_ranks_and_a_card_s_size_are_checked_with_their_line(
     with pytest.raises(ConfigError, match=message) as caught:
         _load(tmp_path, text=RANKS.replace(old, new))
     assert caught.value.line == line
+
+
+def test_an_experiments_bare_name_is_told_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "experiments").mkdir()
+    (tmp_path / "experiments" / "trial.yaml").touch()
+    for given in ("trial", "experiments/trial"):
+        with pytest.raises(ConfigError, match=r"no such file; did you mean experiments/trial\.yaml\?"):
+            load_experiment(Path(given))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_experiment(Path("other"))

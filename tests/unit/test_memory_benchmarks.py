@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.planted.__main__ import PLANTS, TENSOR, Answer, Plant
+from benchmarks.planted.__main__ import PLANTS, TENSOR, Answer, Plant, refuse_without_a_card
 from benchmarks.predictions import (
     CASES,
     Owned,
@@ -38,6 +38,12 @@ def test_a_planted_tensor_is_named_by_the_words_of_the_answer() -> None:
     (plant,) = (plant for plant in PLANTS if plant.words == ["gradient"])
     text = "out of memory: a gradient of Linear, 4.00 GiB asked at script.py:8 <module>; too large"
     assert _answer(plant, text).is_named
+
+
+def test_without_a_card_nothing_is_planted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(SystemExit, match="no card can be used here"):
+        refuse_without_a_card()
 
 
 def _answer(plant: Plant, text: str) -> Answer:
