@@ -78,6 +78,7 @@ def test_every_field_arrives(tmp_path: Path) -> None:
             verdicts=("oom",), metrics={"peak_gib": Bounds(max=96.0), "streak": Bounds(min=0.5, max=31.0)}
         ),
         profile=None,
+        cardless_profiles=("small",),
     )
 
 
