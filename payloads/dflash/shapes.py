@@ -3,7 +3,7 @@
     python -m dflash.shapes --params params.json                 # those of one file of a probe's parameters
     python -m dflash.shapes --params a.json --params b.json      # of several, one set for each
 
-One JSON object: `{"format": 1, "sets": [{"tensors": […], "notes": […], "unknown": […], "misspelt": […]}, …]}`,
+One JSON object, `{"format": 1, "sets": [{"tensors": […], "notes": […], "unknown": […], "misspelt": […]}]}`,
 a set for each file, in their order; `unknown` are the parameters that no probe has, `misspelt` a sentence for
 each that is nearly one. A tensor has `name`, `category`, `dtype`, `dims` (each with `name`, `expression`,
 `value`, the expression in `numbers`, and `free`, the quantity in it that the parameters leave open: bounds,
