@@ -35,6 +35,7 @@ from orchestrator.text import counted, printable
 from orchestrator.workspace import Workspace
 
 MOST_S = 15.0
+AFTER_END_S = 3.0  # enough for a kept one, also of a run that is refused at once
 MOST_LINES = 20
 MOST_SHOWN = 300
 TICK_S = 0.2
@@ -71,8 +72,8 @@ class Predictor:
             self._thread.join()
 
     def tell(self, have_ended: Callable[[], bool] = lambda: False) -> None:
-        """Waits for what is not estimated yet, as long as that is bearable and the runs go on; says it, and
-        keeps it.
+        """Waits for what is not estimated yet, as long as that is bearable, and hardly where the runs have
+        ended; says it, and keeps it.
 
         A run goes on whatever happens here: what nobody thought of is a line as well.
         """
@@ -85,7 +86,10 @@ class Predictor:
             self._screen.note(f"estimate: not made: {_unexpected(error)}; the run goes on")
 
     def _tell(self, have_ended: Callable[[], bool]) -> None:
-        while self._thread.is_alive() and time.monotonic() < self._give_up_at and not have_ended():
+        end_wait_at = time.monotonic() + AFTER_END_S
+        while self._thread.is_alive() and time.monotonic() < self._give_up_at:
+            if have_ended() and time.monotonic() >= end_wait_at:
+                break
             self._screen.status("estimating memory")
             self._thread.join(TICK_S)
         self._stopping.set()
