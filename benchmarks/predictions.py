@@ -446,8 +446,11 @@ def hold_against(
             "card, without --measured"
         )
     estimates = pool.map(lambda case: estimate(case, machine.card, folder), chosen)
-    pairs = zip(chosen, estimates, strict=True)
-    return machine, [compare(case, predicted, measured[case.name]) for case, predicted in pairs]
+    found = []
+    for case, predicted in zip(chosen, estimates, strict=True):
+        found.append(compare(case, predicted, measured[case.name]))
+        print(_row(found[-1]), file=sys.stderr, flush=True)  # the whole takes minutes
+    return machine, found
 
 
 def main() -> int:

@@ -4,11 +4,13 @@ import json
 import re
 import sys
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import predictions
 from benchmarks.planted.__main__ import PLANTS, TENSOR, Answer, Plant, refuse_without_a_card
 from benchmarks.predictions import (
     CASES,
@@ -140,6 +142,26 @@ def test_what_cannot_be_held_against_a_file_is_said_with_what_to_do(
 def _predicted(phase: str, peaks: Mapping[str, int] = PEAKS, *, gradient: int = 2**20) -> dict[str, Any]:
     sums = {"parameter": 2**20, "gradient": gradient, "activation": 2**30}
     return {"phases": [{"name": phase, "by_category": sums, **peaks}]}
+
+
+def test_each_case_is_told_as_soon_as_it_is_predicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told: list[int] = []
+
+    def predicts(*_: object) -> dict[str, Any]:
+        told.append(capsys.readouterr().err.count("\n"))
+        return {"verdict": "no card", "capacity_bytes": None, "torch": "2.13", "phases": [], **PEAKS}
+
+    class OneAfterTheOther(ThreadPoolExecutor):
+        map = staticmethod(map)  # type: ignore[assignment]
+
+    monkeypatch.setattr(predictions, "estimate", predicts)
+    file, names = REPOSITORY / "benchmarks" / "h200.json", ["eager none", "uncompiled flex layer"]
+    with OneAfterTheOther(1) as pool:
+        predictions.hold_against(file, names, pool, tmp_path)
+    assert told == [0, 1]
+    assert capsys.readouterr().err.startswith("| ")
 
 
 def test_what_an_h200_measured_is_predicted_today(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
