@@ -17,12 +17,13 @@ import torch
 from dflash import train
 from dflash.serving import load_drafter
 from dflash.target.capture import Target
+from dflash.training.config_file import load_config
 from dflash.training.step import DrafterStep
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from tests.payload.chat_tokenizers import bytes_tokenizer
-from tests.payload.probe_program import Finished, run_probe_here
+from tests.payload.probe_program import EXPERIMENTS, Finished, experiment, run_probe_here
 
 PAYLOADS = Path(__file__).parents[2] / "payloads"
 STEPS = 8
@@ -265,3 +266,16 @@ def test_a_drafter_with_heads_of_its_own_starts_another_training(target: Path, t
     warm = run(target, tmp_path / "second", drafter={"warm_start": str(served)}, schedule={"steps": 2})
     assert warm.code == 0, warm.err
     assert warm.metric("train.loss")[2] < first.metric("train.loss")[2]
+
+
+def test_the_parameters_of_every_training_experiment_are_a_config(tmp_path: Path) -> None:
+    trainings = [path.stem for path in EXPERIMENTS.glob("train_*.yaml")]
+    assert sorted(trainings) == ["train_pairs", "train_smollm2", "train_tiny"]
+    for name in trainings:
+        declared = experiment(name)
+        profiles = declared.get("profiles", {})
+        for changed in ({}, *(profile.get("params", {}) for profile in profiles.values())):
+            path = tmp_path / "params.json"
+            path.write_text(json.dumps({**declared["params"], **changed}))
+            config = load_config(path)
+            assert len(config.workers.drafters) * config.accumulation == config.optimizer.micro_batches
