@@ -22,8 +22,9 @@ from dflash.training.step import DrafterStep
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from orchestrator.experiment import load_experiment
 from tests.payload.chat_tokenizers import bytes_tokenizer
-from tests.payload.probe_program import EXPERIMENTS, Finished, experiment, run_probe_here
+from tests.payload.probe_program import EXPERIMENTS, Finished, run_probe_here
 
 PAYLOADS = Path(__file__).parents[2] / "payloads"
 STEPS = 8
@@ -268,14 +269,19 @@ def test_a_drafter_with_heads_of_its_own_starts_another_training(target: Path, t
     assert warm.metric("train.loss")[2] < first.metric("train.loss")[2]
 
 
-def test_the_parameters_of_every_training_experiment_are_a_config(tmp_path: Path) -> None:
-    trainings = [path.stem for path in EXPERIMENTS.glob("train_*.yaml")]
-    assert sorted(trainings) == ["train_pairs", "train_smollm2", "train_tiny"]
-    for name in trainings:
-        declared = experiment(name)
-        profiles = declared.get("profiles", {})
-        for changed in ({}, *(profile.get("params", {}) for profile in profiles.values())):
-            path = tmp_path / "params.json"
-            path.write_text(json.dumps({**declared["params"], **changed}))
-            config = load_config(path)
-            assert len(config.workers.drafters) * config.accumulation == config.optimizer.micro_batches
+@pytest.mark.parametrize(
+    ("name", "profile"),
+    [
+        ("train_tiny", None),
+        ("train_smollm2", None),
+        *(("train_pairs", profile) for profile in (None, "one-pair", "three-to-one", "tiny")),
+    ],
+)
+def test_the_parameters_of_a_training_experiment_are_a_config(
+    tmp_path: Path, name: str, profile: str | None
+) -> None:
+    loaded = load_experiment(EXPERIMENTS / f"{name}.yaml", profile=profile)
+    path = tmp_path / "params.json"
+    path.write_text(json.dumps(loaded.params))
+    config = load_config(path)
+    assert len(config.workers.drafters) * config.accumulation == config.optimizer.micro_batches
