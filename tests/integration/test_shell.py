@@ -82,7 +82,8 @@ def test_a_shell_has_a_terminal_of_the_right_size_and_its_exit_code_is_passed_on
         return screen.shows("30 100")
 
     wait_until(has_new_size, "the new size")
-    screen.type("echo be$((1))gun; sleep 600\r")
+    # One program that says so itself: between two of a line's programs the shell would get it.
+    screen.type("sh -c 'echo be$((1))gun; exec sleep 600'\r")
     screen.wait_for("be1gun")
     screen.type("\x03")  # for what runs there, not for orch
     screen.type("echo after=$?\r")
