@@ -6,7 +6,7 @@ Nothing here reads a tensor's values except `checked_anchors`, so nothing else w
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from dflash.config import SLIDING, DrafterConfig
+from dflash.config import LOSS_WEIGHTS, SLIDING, DrafterConfig
 from dflash.values import require_choice
 
 if TYPE_CHECKING:  # parameters are checked before torch is loaded
@@ -14,7 +14,6 @@ if TYPE_CHECKING:  # parameters are checked before torch is loaded
 
 
 LEAST_GAMMA = 1e-6  # below, a float32 weight is 0/0
-LOSS_WEIGHTS = ("decay", "d-pace")
 
 
 def checked_layer_ids(ids: Sequence[int], num_target_layers: int) -> tuple[int, ...]:

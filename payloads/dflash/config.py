@@ -12,6 +12,7 @@ SLIDING = "sliding_attention"
 FULL = "full_attention"
 ATTENTION_BACKENDS = ("auto", "flex", "sdpa_chunked", "sdpa_math", "eager")
 RECOMPUTE_POLICIES = ("none", "mlp", "layer")
+LOSS_WEIGHTS = ("decay", "d-pace")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 

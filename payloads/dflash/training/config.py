@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dflash.config import ATTENTION_BACKENDS, DTYPES, RECOMPUTE_POLICIES
+from dflash.config import ATTENTION_BACKENDS, DTYPES, LOSS_WEIGHTS, RECOMPUTE_POLICIES
 from dflash.training.settings import Section, setting
 
 LONG_DOCUMENTS = ("truncate", "drop")
-LOSS_WEIGHTS = ("decay", "d-pace")
 DEVICE_SEPARATOR = "+"
 
 

@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from dflash.training.checkpoint_folder import CheckpointFolder
 from dflash.training.checkpoints import Checkpoint, Progress, find_checkpoint
 from dflash.training.config import TrainConfig
 from dflash.training.failures import TrainingFailure, reason_of
-from dflash.training.feeding import Feeder, Packet, Share, feed
+from dflash.training.feeding import Packet, Share, feed
 from dflash.training.journal import Journal
 from dflash.training.loop import Desk, DrafterLoop
 from dflash.training.queue import RowQueue, Sink, start_worker
@@ -95,8 +96,8 @@ class Session:
             CannotSave: the disk does not take a checkpoint.
         """
         workers = [
-            start_worker(self._queue.sink(number), number, self._work(number, feeder))
-            for number, feeder in enumerate(self._feeders)
+            start_worker(self._queue.sink(number), number, partial(self._feed, number=number))
+            for number in range(len(self._feeders))
         ]
         try:
             return self._train_all()
@@ -138,21 +139,18 @@ class Session:
             ranks.abandon(reason_of(error))
         self._queue.fail(f"drafter {number}", reason_of(error), error)
 
-    def _work(self, number: int, feeder: Feeder) -> "_Work":
-        members = len(self._cast.targets) if not self._cast.has_processes else self._cast.share.members
-        share = Share(first=self._cast.share.first + number, members=members)
-        return _Work(session=self, feeder=feeder, share=share)
-
-    def feed(self, sink: Sink[Packet], feeder: Feeder, share: Share) -> None:
-        """Bring a worker's rows from where the training is, without end."""
+    def _feed(self, sink: Sink[Packet], number: int) -> None:
+        """Bring the rows of this process's worker `number` from where the training is, without end."""
+        cast = self._cast
+        members = cast.share.members if cast.has_processes else len(cast.targets)
         feed(
             sink,
-            feeder,
+            self._feeders[number],
             self._data.train,
-            share,
+            Share(first=cast.share.first + number, members=members),
             epoch=self._progress.epoch,
             number=self._progress.number,
-            devices=self._cast.drafters,
+            devices=cast.drafters,
             seen=self._count_flops,
         )
 
@@ -240,18 +238,6 @@ class Session:
         if len(self._cast.drafters) == 1:
             return [Alone()]
         return thread_ranks(self._cast.drafters, timeout_s=self._config.workers.timeout_s)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Work:
-    """What a target worker's thread does."""
-
-    session: Session
-    feeder: Feeder
-    share: Share
-
-    def __call__(self, sink: Sink[Packet]) -> None:
-        self.session.feed(sink, self.feeder, self.share)
 
 
 def _cast(config: TrainConfig, rank: int | None, size: int) -> _Cast:
